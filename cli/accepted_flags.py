@@ -54,8 +54,8 @@ NO_EFFECT = {
     "use_precision_aware_optimizer": "the optimizer's states have the types of their own flags",
     **_because("the host's step is torch's, and overlaps its copies",
                "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"),
-    **_because("activations of a layer move while another computes",
-               "cpu_offloading_activations", "cpu_offloading_double_buffering"),
+    "cpu_offloading_double_buffering": "activations of a layer move while another computes",
+    "local_rollout_forward_batch_size": "log-probabilities and values are computed in micro batches",
     "move_model_batches": "weights are sent tensor by tensor",
     # start of the processes
     "local_rank": "torchrun sets it",

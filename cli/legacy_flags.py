@@ -27,6 +27,7 @@ RENAMED = {
     "cliprange": "epsilon",
     "kl_coef": "beta",
     "num_ppo_epochs": "num_iterations",
+    "response_length": "max_completion_length",
     "max_logprob_gap": "max_sampling_logp_difference",
     "wait_for_server": "server_reconnect_timeout",
 }

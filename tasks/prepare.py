@@ -27,7 +27,7 @@ SPLITS = ("train", "test")
 def run(options: RecipeOptions, sources: dict[str, str]) -> int:
     """Write train.parquet and test.parquet, and return the exit code."""
     recipe = RECIPES[options.recipe or ""]
-    tables = {split: list(rows) for split, rows in prepared_rows(recipe, options).items()}
+    tables = {split: list(rows) for split, rows in prepare_rows(recipe, options).items()}
     folder = expand_user(options.local_dir or "")
     folder.mkdir(parents=True, exist_ok=True)
     for split, rows in tables.items():
@@ -40,13 +40,13 @@ def run(options: RecipeOptions, sources: dict[str, str]) -> int:
     return 0
 
 
-def prepared_rows(recipe: Recipe, options: RecipeOptions) -> dict[str, Iterator[JsonObject]]:
+def prepare_rows(recipe: Recipe, options: RecipeOptions) -> dict[str, Iterator[JsonObject]]:
     """Return the rows of each split of a recipe's result."""
     if recipe.test_share is None:
-        return {split: _converted(recipe, split, _rows(recipe, split, options)) for split in SPLITS}
+        return {split: _convert(recipe, split, _rows(recipe, split, options)) for split in SPLITS}
     rows = list(_rows(recipe, None, options))
     parts = zip(SPLITS, split_as_datasets(len(rows), recipe.test_share, recipe.seed), strict=True)
-    return {split: _converted(recipe, split, [rows[number] for number in numbers]) for split, numbers in parts}
+    return {split: _convert(recipe, split, [rows[number] for number in numbers]) for split, numbers in parts}
 
 
 def split_as_datasets(count: int, test_share: float, seed: int) -> tuple[list[int], list[int]]:
@@ -57,7 +57,7 @@ def split_as_datasets(count: int, test_share: float, seed: int) -> tuple[list[in
     return parts["train"]["number"][:], parts["test"]["number"][:]
 
 
-def _converted(recipe: Recipe, split: str, rows: "Iterator[JsonObject] | list[JsonObject]") -> Iterator[JsonObject]:
+def _convert(recipe: Recipe, split: str, rows: "Iterator[JsonObject] | list[JsonObject]") -> Iterator[JsonObject]:
     """Yield the rows of a split. Raises ValueError with the row that has another form."""
     for index, row in enumerate(rows):
         try:

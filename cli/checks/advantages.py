@@ -12,6 +12,7 @@ from .teacher import check_token_advantages
 
 # flags that read rewards
 OF_REWARDS = ("whiten_advantages", "advantage_clip", "normalize_rewards", "reward_clip", "difficulty_range")
+OF_RULES = ("source_rules", "judge_server", "judge_model", "judge_prompt")
 OF_EVALUATION = ("eval_temperature", "eval_top_p", "eval_top_k")
 
 
@@ -23,6 +24,12 @@ def check_advantages(options: GrpoOptions, sources: Mapping[str, str]) -> None:
         for name in OF_REWARDS:
             if is_set_by_user(name, sources) and flag_value(options, name):
                 raise UsageError(f"{as_flag(name, options)}: there are no rewards. Set --reward_funcs, or remove it.")
+    for name in OF_RULES:
+        if flag_value(options, name) and "by_source" not in options.rewards.reward_funcs:
+            raise UsageError(f"{as_flag(name, options)}: only for --reward_funcs by_source. Add it, or remove this.")
+    for name in ("judge_model", "judge_prompt"):
+        if flag_value(options, name) and not options.rewards.judge_server:
+            raise UsageError(f"{as_flag(name, options)}: only for --judge_server. Set it, or remove this.")
     _check_difficulty(options)
     _check_reinforce(options, sources)
     _check_penalty(options, sources)

@@ -42,7 +42,7 @@ NOTED_UNLESS = {
     "epsilon_high": ("loss_type", (*CLIPPED_LOSSES, "cispo")),
     "scale_rewards": ("loss_type", (*CLIPPED_LOSSES, "cispo", "sapo")),
 }
-UNGROUPED = ("reinforce_plus_plus", "reinforce")  # estimators that need no other completions of a prompt
+UNGROUPED_ESTIMATORS = ("reinforce_plus_plus", "reinforce")  # estimators that need no other completions of a prompt
 REFERENCE_FLAGS = ("ref_model", "mcore_ref_model", "ref_adapters")
 TEACHER_FLAGS = "teacher_model", "mcore_teacher_model", "teacher_model_server"
 SERVER_FLAGS = (
@@ -102,10 +102,11 @@ def has_teacher(options: GrpoOptions) -> bool:
 
 def _check_single_completions(options: GrpoOptions) -> None:
     """Raise UsageError if the advantage needs several completions of a prompt."""
-    if options.advantage_estimator not in UNGROUPED and not has_teacher(options):
+    if options.advantage_estimator not in UNGROUPED_ESTIMATORS and not has_teacher(options):
         raise UsageError(
             f"--num_generations 1: --advantage_estimator {options.advantage_estimator} compares completions of one "
-            f"prompt, so every advantage would be 0. Set 2 or more, or --advantage_estimator {' or '.join(UNGROUPED)}."
+            "prompt, so every advantage would be 0. Set 2 or more, or --advantage_estimator "
+            f"{' or '.join(UNGROUPED_ESTIMATORS)}."
         )
     if options.dynamic_sample:
         raise UsageError(

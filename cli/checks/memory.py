@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 
-from ...bridge.option_groups import flag_value
 from ...tasks.options import SftOptions
 from ..flags import UsageError
 from .generation import is_set_by_user
 
-STATE_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
+DTYPE_FLAGS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
 # megatron-core discards these modules' outputs after they are saved for the backward pass.
 DISCARDED = ("layernorm", "moe_act", "mla_up_proj")
 
@@ -21,7 +20,7 @@ def check_memory(options: SftOptions, sources: Mapping[str, str]) -> None:
 def _check_optimizer(options: SftOptions, sources: Mapping[str, str]) -> None:
     optimizer = options.optimizer
     flags = ["--optimizer_cpu_offload true"] * optimizer.optimizer_cpu_offload
-    flags += [f"--{name} {getattr(optimizer, name)}" for name in STATE_DTYPES if getattr(optimizer, name) != "fp32"]
+    flags += [f"--{name} {getattr(optimizer, name)}" for name in DTYPE_FLAGS if getattr(optimizer, name) != "fp32"]
     is_unread = is_set_by_user("optimizer_offload_fraction", sources) and not optimizer.optimizer_cpu_offload
     if is_unread and optimizer.optimizer_offload_fraction not in (0, 1):
         raise UsageError(
@@ -37,11 +36,6 @@ def _check_optimizer(options: SftOptions, sources: Mapping[str, str]) -> None:
         )
     if options.build.fp8_param_gather:
         raise UsageError(f"{flags[0]} cannot be used with --fp8_param_gather true. Remove one of them.")
-    if optimizer.optimizer_cpu_offload and flag_value(options, "offload_optimizer", False):
-        raise UsageError(
-            "--optimizer_cpu_offload true cannot be used with --offload_optimizer true: the state is on the host at "
-            "all times. Remove one of them."
-        )
 
 
 def _check_activations(options: SftOptions, sources: Mapping[str, str]) -> None:

@@ -83,7 +83,8 @@ def environment(system: str, caches: Path, *, gpus: int, site: Path | None) -> d
     }
     if system in PEERS:
         folders = [str(site) if site else None, os.environ.get("PYTHONPATH")]
-        if system == "peer-flash" and not importlib.util.find_spec("flash_attn"):
+        has_package = importlib.util.find_spec("flash_attn") or (site and (site / "flash_attn").is_dir())
+        if system == "peer-flash" and not has_package:
             folders.insert(0, str(write_flash_attn(caches / "flash_attn")))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     # With PYTHONDONTWRITEBYTECODE every process would compile PyTorch's sources again.

@@ -37,7 +37,8 @@ def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapt
     adapters: adapters to merge into the model
     """
     folder, hf_config = open_source(run, source, typed_flag)
-    build_options = replace(run.options.build, recompute_granularity="none", fp8_param_gather=False)
+    inference = {"recompute_granularity": "none", "fp8_param_gather": False, "cpu_offloading": False}
+    build_options = replace(run.options.build, **inference)
     model = run_on_all_ranks(lambda: build_model(hf_config, build_options, run.dtype, adapters=bool(adapters)))
     with load_as_bf16(model.chunks):
         run_on_all_ranks(lambda: read_weights(model, hf_config, folder, seed=run.options.training.seed))

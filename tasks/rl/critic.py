@@ -1,4 +1,4 @@
-"""Critic of PPO: a model with a head of one label, whose output at each token is the expected return from there."""
+"""Critic of PPO: a model with a head of one label, whose outputs are expected returns."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ from .episode import Episode
 
 NAME = "critic"  # prefix of its flags, and its folder in a checkpoint's training state
 METRICS = "loss", "clip_ratio"
-FORWARD_PASSES = 4  # cost of values (1) and of a training step (3), in forward passes
+TRAINING_PASSES = 3  # cost of a training step, in forward passes
 OUTPUT = TokenValues()
 
 
@@ -133,8 +133,9 @@ def _build(run: Run, options: PpoOptions) -> tuple[Model, JsonObject, Path, str]
     source, typed_flag, name = _source(run, options)
     folder, source_config = open_source(run, source, typed_flag)
     hf_config = run_on_all_ranks(lambda: add_score_head(source_config, 1, pad_token_id=run.tokenizer.pad_token_id))
-    # Without dropout, as in TRL: the values of a batch must not differ between passes.
-    build_options = replace(run.options.build, attention_dropout=0.0, hidden_dropout=0.0)
+    # Without dropout, as in TRL: the values of a batch must not differ between passes. The number of layers of
+    # --cpu_offloading_num_layers is of the policy's stages.
+    build_options = replace(run.options.build, attention_dropout=0.0, hidden_dropout=0.0, cpu_offloading=False)
     model = run_on_all_ranks(lambda: build_model(hf_config, build_options, run.dtype))
     with load_as_bf16(model.chunks):
         run_on_all_ranks(lambda: read_weights(model, hf_config, folder, seed=options.training.seed))

@@ -77,9 +77,11 @@ def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tu
     return grpo.objective(), [*notes, *grpo.worker.scorer.notes, grpo.rollout.note]
 
 
-def _extra_flops(frozen: list[Flops], groups: ProcessGroupCollection, batches: list[Batch]) -> float:
-    """Return the FLOPs of a forward pass of each frozen model."""
-    return sum(forward_flops(flops, groups, batches) for flops in frozen)
+def _extra_flops(
+    frozen: list[Flops], num_iterations: int, groups: ProcessGroupCollection, batches: list[Batch]
+) -> float:
+    """Return a step's share of the FLOPs of each frozen model's forward pass on the rollout batch."""
+    return sum(forward_flops(flops, groups, batches) for flops in frozen) / num_iterations
 
 
 class Grpo:
@@ -135,7 +137,7 @@ class Grpo:
             self.loss,
             self.loss.names,
             output=lambda batch: output,
-            extra_flops=partial(_extra_flops, frozen, self.groups),
+            extra_flops=partial(_extra_flops, frozen, self.options.sampling.num_iterations, self.groups),
             loop=self,
             reference_sync=self.reference and self.reference.follower,
         )
@@ -156,6 +158,9 @@ class Grpo:
                 self.metrics.add_means(self.advantages(episodes))
                 self.log_episodes(episodes)
                 self.pending = self.split_into_steps(episodes)
+            elif self.reference and any(episode.ref_log_probs is None for episode in self.pending[0]):
+                # The checkpoint is of an earlier version, or of a run with --beta 0.
+                self.record_ref_log_probs(trainer, self.pending[0], self.reference)
             trainer.step(self.next_batches(trainer))
             self.add_step_metrics()
             if self.async_rollout:

@@ -20,7 +20,7 @@ from ..train.objective import Objective, StepRunner, forward_flops
 from ..train.restore import last_step
 from ..train.router_replay import check_replay
 from ..train.setup import train
-from .critic import FORWARD_PASSES, Critic
+from .critic import TRAINING_PASSES, Critic
 from .grpo import Grpo
 from .reward_scorer import check_reward_columns
 from .token_advantages import CriticAdvantageEstimator
@@ -55,7 +55,8 @@ class Ppo(Grpo):
 
     def objective(self) -> Objective:
         objective = super().objective()
-        flops = partial(_add_critic, self.critic, objective.extra_flops, self.groups)
+        passes = TRAINING_PASSES + 1 / self.options.sampling.num_iterations  # values: once per rollout batch
+        flops = partial(_add_critic, self.critic, passes, objective.extra_flops, self.groups)
         return replace(objective, role=self.critic.trained, extra_flops=flops)
 
     def train(self, trainer: StepRunner) -> None:
@@ -84,7 +85,11 @@ class Ppo(Grpo):
 
 
 def _add_critic(
-    critic: Critic, others: Callable[[list[Batch]], float], groups: ProcessGroupCollection, batches: list[Batch]
+    critic: Critic,
+    passes: float,
+    extra_flops: Callable[[list[Batch]], float],
+    groups: ProcessGroupCollection,
+    batches: list[Batch],
 ) -> float:
-    """Return the FLOPs of the critic's passes on a step's tokens, and of others."""
-    return others(batches) + FORWARD_PASSES * forward_flops(critic.flops, groups, batches)
+    """Return the FLOPs of the critic's passes on a step's tokens, and of other models. passes: in forward passes"""
+    return extra_flops(batches) + passes * forward_flops(critic.flops, groups, batches)

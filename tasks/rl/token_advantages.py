@@ -36,7 +36,7 @@ class CriticAdvantageEstimator(AdvantageEstimator):
             episode.returns, episode.advantages = returns.astype(np.float32), np.zeros(len(is_drawn), np.float32)
             set_token_advantages(episode, advantages, is_drawn)
             masks.append(is_drawn)
-        values, returns = (_drawn([getattr(e, name) for e in episodes], masks) for name in ("values", "returns"))
+        values, returns = (_select_drawn([getattr(e, name) for e in episodes], masks) for name in ("values", "returns"))
         if not len(values):
             return {}
         return {
@@ -46,6 +46,6 @@ class CriticAdvantageEstimator(AdvantageEstimator):
         }
 
 
-def _drawn(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
+def _select_drawn(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
     """Return the numbers of all drawn tokens, in fp64."""
     return np.concatenate([array[mask].astype(np.float64) for array, mask in zip(arrays, masks, strict=True)])

@@ -70,7 +70,7 @@ SIZES = "tensor_model", "pipeline_model", "context", "expert_model", "expert_ten
 
 
 def role_layout[T: SftOptions](options: T, role: RoleName) -> T | None:
-    """Return the options with the layout of a role, a model beside the trained one; None if it is the run's."""
+    """Return the options with a role's layout; None if it is the run's."""
     sizes: dict[str, int] = {}
     for size in SIZES:
         value = flag_value(options, f"{role}_{size}_parallel_size", None)

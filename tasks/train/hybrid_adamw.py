@@ -7,7 +7,7 @@ within the backward pass.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,6 +39,10 @@ class StatePlacement:
     def is_plain(self) -> bool:
         """Return whether all states are fp32 on the device."""
         return not self.host_fraction and {self.exp_avg, self.exp_avg_sq, self.main_params} == {"fp32"}
+
+    def masters(self) -> AbstractContextManager[None]:
+        """Return a context within which megatron-core builds the masters."""
+        return nullcontext() if self.is_plain else empty_masters()
 
     def dtype_of(self, name: str) -> torch.dtype:
         return STATE_DTYPES[{"param": self.main_params}.get(name) or getattr(self, name)]
@@ -123,11 +127,11 @@ class HybridAdamW(AdamW):
         self._states: dict[Tensor, dict[str, StateTensor]] = {}
         super().__init__(groups, copies, **defaults)
         numbers = {parameter: n for n, group in enumerate(self.param_groups) for parameter in group["params"]}
-        hosted = [parameter for parameter in parameters if parameter in self._on_host]
+        host_parameters = [parameter for parameter in parameters if parameter in self._on_host]
         is_narrow = any(dtype != "fp32" for dtype in (placement.exp_avg, placement.exp_avg_sq, placement.main_params))
         narrow = [parameter for parameter in parameters if parameter not in self._on_host] if is_narrow else []
-        self._bucketed = {*hosted, *narrow}
-        self._host_buckets = self._buckets(hosted, numbers, min(BUCKET, HOST_PIECE))
+        self._bucketed = {*host_parameters, *narrow}
+        self._host_buckets = self._buckets(host_parameters, numbers, min(BUCKET, HOST_PIECE))
         self._device_buckets = self._buckets(narrow, numbers, BUCKET)
         self._workspace = _Workspace(runtime.device())
         self._pipeline = HostPipeline(self, self._host_buckets) if self._host_buckets else None
@@ -200,8 +204,8 @@ class HybridAdamW(AdamW):
     ) -> None:
         """Update the states of a bucket's pieces, and their parameters or copies, all on one device."""
         rows: dict[int, list[TensorRow]] = {}
-        narrow: list[tuple[StateTensor, Tensor]] = []
-        rounded: list[tuple[StateTensor, Tensor, Tensor | None]] = []
+        narrow_states: list[tuple[StateTensor, Tensor]] = []
+        masters: list[tuple[StateTensor, Tensor, Tensor | None]] = []
         offset = 0
         for piece, gradient, parameter, copy in zip(bucket, *tensors, strict=True):
             values = {} if parameter is None else {"param": parameter}
@@ -210,19 +214,19 @@ class HybridAdamW(AdamW):
                 if state.values.dtype != torch.float32:
                     values[kind] = workspace.take(kind, offset, piece.size)
                     state.read(values[kind])
-                    narrow.append((state, values[kind]))
+                    narrow_states.append((state, values[kind]))
             if (master := piece.states.get("param")) is not None and master.values.dtype != torch.float32:
                 # The copy is of the master that is stored, so that a resumed run has the same.
-                rounded.append((master, values["param"], copy))
+                masters.append((master, values["param"], copy))
                 copy = None
             row = (values["param"], gradient, values["exp_avg"], values["exp_avg_sq"], copy)
             rows.setdefault(piece.group, []).append(row)
             offset += piece.size
         for number, group_rows in rows.items():
             self._step_rows(f"{name}, group {number}", self.param_groups[number], group_rows, grad_scale, found_inf)
-        for state, values in narrow:
+        for state, values in narrow_states:
             state.write(values)
-        for master, values, copy in rounded:
+        for master, values, copy in masters:
             master.read(values)
             if copy is not None:
                 copy.copy_(values)
@@ -348,11 +352,11 @@ def check_host_memory(placement: StatePlacement, elements: int, *, has_masters: 
     """Raise ValueError if the processes of this machine lack host memory for the states of `elements` parameters."""
     names = (*MOMENTS, *(("param",) if has_masters else ()))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    required = processes * placement.host_fraction * elements * sum(placement.dtype_of(n).itemsize for n in names)
-    if required > (available := available_host_memory()):
+    bytes_required = processes * placement.host_fraction * elements * sum(placement.dtype_of(n).itemsize for n in names)
+    if bytes_required > (available := available_host_memory()):
         raise ValueError(
-            f"--optimizer_cpu_offload true: the optimizer's state needs {required / 2**30:.1f} GiB of this machine's "
-            f"memory, and {available / 2**30:.1f} GiB are free. Lower --optimizer_offload_fraction, or set "
+            f"--optimizer_cpu_offload true: the optimizer's state needs {bytes_required / 2**30:.1f} GiB of this "
+            f"machine's memory, and {available / 2**30:.1f} GiB are free. Lower --optimizer_offload_fraction, or set "
             "--exp_avg_dtype bf16 --exp_avg_sq_dtype bf16"
         )
 
@@ -360,12 +364,12 @@ def check_host_memory(placement: StatePlacement, elements: int, *, has_masters: 
 def _choose_hosted(parameters: list[Tensor], fraction: float) -> set[Tensor]:
     """Return the parameters, in order, that fit into this share of all elements."""
     budget = fraction * sum(parameter.numel() for parameter in parameters)
-    hosted, size = set(), 0
+    host_parameters, size = set(), 0
     for parameter in parameters:
         if size + parameter.numel() <= budget:
-            hosted.add(parameter)
+            host_parameters.add(parameter)
             size += parameter.numel()
-    return hosted
+    return host_parameters
 
 
 def _fill_storage(master: Tensor) -> None:

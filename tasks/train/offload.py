@@ -75,8 +75,9 @@ class _PinnedMemory:
         self._cuda: Any = torch.cuda.cudart()
         if error := int(self._cuda.cudaHostRegister(self.flat.data_ptr(), size, 0)):
             raise RuntimeError(
-                f"--offload_model, --offload_optimizer: {size / 2**30:.2f} GiB of the host's memory cannot be locked "
-                f"(CUDA error {error}). Is there enough of it? Give them as false, or use more processes"
+                f"--offload_model, --offload_optimizer, --offload_critic: {size / 2**30:.2f} GiB of the host's memory "
+                f"cannot be locked (CUDA error {error}). Is there enough of it? Set them to false, or use more "
+                "processes"
             )
 
     def close(self) -> None:

@@ -30,9 +30,10 @@ from ...bridge.model.model import Model
 from ...bridge.options import ParallelOptions, VisionOptions
 from ...bridge.parallel import ProcessGroups
 from ...templates.plural import plural
+from ..distributed.collectives import run_on_all_ranks
 from ..options.groups import OptimizerOptions, ScheduleOptions
 from .adamw import AdamW
-from .hybrid_adamw import HybridAdamW, StatePlacement, check_host_memory, empty_masters
+from .hybrid_adamw import HybridAdamW, StatePlacement, check_host_memory
 from .layer_wise import ParameterOwners
 from .muon import Matrix, Muon, find_matrices
 from .state_tensor import StateTensor
@@ -156,18 +157,21 @@ def build_optimizer(
         key = ParamKey(predicate=ParamPredicate(name="muon", fn=lambda parameter: parameter in matrices))
         groups[key] = {"max_lr": max_lr, "min_lr": min_lr, "muon": True}  # pyright: ignore[reportArgumentType]
     owners = ParameterOwners(model) if options.optimizer == "dist_muon" else None
-    placement = _state_placement(options, dtype)
-    masters = nullcontext() if placement.is_plain else empty_masters()
-    with warnings.catch_warnings(), owners.only_own() if owners else nullcontext(), masters:
+    modules = [*chunks, *([tower.module] if tower else [])]
+    parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+    has_masters = any(parameter.dtype != torch.float32 for parameter in parameters)
+    placement = _state_placement(options, has_masters=has_masters)
+    with warnings.catch_warnings(), owners.only_own() if owners else nullcontext(), placement.masters():
         warnings.filterwarnings("ignore", "WARNING: there is no optimizer")  # where all dense weights are frozen
         optimizer = get_megatron_optimizer(config, list(chunks), groups, use_gloo_process_groups=False)
     if tower:
         rates = _tower_rates(vision, schedule) if vision else {}
-        with nullcontext() if placement.is_plain else empty_masters():
+        with placement.masters():
             optimizer = _add_tower(optimizer, tower, config, groups | rates)
     if placement.host_fraction:
         sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
-        check_host_memory(placement, sum(sizes), has_masters=dtype != torch.float32)
+        # Together, before any rank allocates its states: each counts those of all ranks of the machine.
+        run_on_all_ranks(lambda: check_host_memory(placement, sum(sizes), has_masters=has_masters))
     for part in chained_optimizers(optimizer):
         _replace_optimizer(part, in_fp8=model.config.fp8_param, matrices=matrices, options=options, placement=placement)
     if owners:
@@ -176,9 +180,9 @@ def build_optimizer(
     return optimizer
 
 
-def _state_placement(options: OptimizerOptions, dtype: torch.dtype) -> StatePlacement:
+def _state_placement(options: OptimizerOptions, *, has_masters: bool) -> StatePlacement:
     """Return where AdamW's states are, and in which types. Raises ValueError for types of masters without masters."""
-    if options.main_params_dtype != "fp32" and dtype == torch.float32:
+    if options.main_params_dtype != "fp32" and not has_masters:
         raise ValueError(
             f"--main_params_dtype {options.main_params_dtype}: weights in fp32 have no masters. Remove it, or set "
             "--torch_dtype bfloat16"

@@ -66,7 +66,8 @@ def restore(run: Run, training: TrainState) -> list[str]:
     is_same_layout = resumed.state["layout"] == run.layout
     optimizer_state: dict[str, Any] | None = resumed.state["optimizer"]
     if options.resume.no_load_optim or optimizer_state is None:
-        training.schedule.step(resumed.step)
+        critic_warmup = flag_value(options, "critic_warmup", 0)  # steps without an update of the policy
+        training.schedule.step(max(0, resumed.step - critic_warmup))
         notes.append("the optimizer begins anew (--no_load_optim true)")
     else:
         load_optimizer(training, run.hf_config, resumed.folder, optimizer_state, same_layout=is_same_layout)

@@ -14,6 +14,7 @@ from ...bridge.mapping.fp8 import load_as_bf16
 from ...bridge.model.build import build_model
 from ...bridge.model.model import Model
 from ...bridge.model.vision_encoder import Normalization
+from ...bridge.option_groups import flag_value
 from ...templates.plural import plural
 from ..distributed.collectives import broadcast_from_rank0, run_on_all_ranks
 from ..distributed.signals import EXIT_STOPPED
@@ -83,7 +84,8 @@ def _train(
     torch.cuda.empty_cache()
     chunks, tower = wrap_for_data_parallelism(model, options.build), wrap_tower(model, options.build)
     optimizer = build_optimizer(model, chunks, options.optimizer, options.schedule, options.vision, tower)
-    schedule = build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, max_steps)
+    updates = max(1, max_steps - flag_value(options, "critic_warmup", 0))
+    schedule = build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, updates)
     spikes = SpikeFilter(options.optimizer.loss_spike_sigma) if options.optimizer.loss_spike_sigma else None
     training = TrainState(
         model, chunks, optimizer, schedule, options.optimizer.clip_grad, spikes, tower=tower and tower.module

@@ -1,4 +1,4 @@
-"""Role that is trained beside the run's model, with an optimizer and a schedule of its own: the critic of PPO.
+"""Role that is trained beside the run's model, with its optimizer and schedule: the critic of PPO.
 
 A checkpoint holds its weights as a Hugging Face folder in the training state, and its optimizer's state beside it.
 """

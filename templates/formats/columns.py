@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from ..json_types import Json, JsonObject
 
 
-def renamed(row: JsonObject, columns: Mapping[str, str]) -> JsonObject:
+def apply_names(row: JsonObject, columns: Mapping[str, str]) -> JsonObject:
     """Return a row with its columns renamed as in --columns.
 
     A dotted name that is no column itself copies a value of a nested column: `reward_model.ground_truth`.
@@ -25,11 +25,11 @@ def has_column(row: JsonObject, name: str) -> bool:
 
 def nested_value(row: JsonObject, name: str) -> Json:
     """Return the value of a nested column by its dotted name; None if there is none."""
-    first, dot, rest = name.partition(".")
+    first, dot, path = name.partition(".")
     if not dot or first not in row:
         return None
-    inner = parsed_object(row[first])
-    return inner[rest] if rest in inner else nested_value(inner, rest)
+    table = parsed_object(row[first])
+    return table[path] if path in table else nested_value(table, path)
 
 
 def nested_names(row: JsonObject) -> Iterator[str]:

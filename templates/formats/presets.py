@@ -11,7 +11,7 @@ from typing import Any
 
 from ..json_types import JsonObject
 from . import preset_rows as rows
-from .columns import has_column, renamed
+from .columns import apply_names, has_column
 from .preset_rows import Converter
 from .schemas import ArrowRow, UnusableRow, drop_missing, row_errors
 
@@ -74,7 +74,7 @@ class DatasetPreset:
     def __call__(self, row: JsonObject, columns: Mapping[str, str]) -> ConvertedRow:
         """Return the converted row. `columns` (those of --columns) are renamed before."""
         names = {**self.columns, **columns}
-        new_row = drop_missing(renamed(ArrowRow(row), names))
+        new_row = drop_missing(apply_names(ArrowRow(row), names))
         converted = ConvertedRow(new_row)
         converted.source_columns = frozenset(row) | {name for name in columns if has_column(row, name)}
         if self.convert and self._reads <= {names.get(column, column) for column in row}:
@@ -212,4 +212,4 @@ def rename_columns(row: JsonObject, columns: Mapping[str, str]) -> JsonObject:
         if row.refusal:
             raise row.refusal
         return row
-    return renamed(row, columns) if columns else row
+    return apply_names(row, columns) if columns else row

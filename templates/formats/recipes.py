@@ -17,7 +17,7 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<short>[^{\s$]))")
 
 @dataclass(frozen=True)
 class Problem:
-    """What a recipe takes of a row.
+    """Parts of a row that a recipe takes.
 
     extra_info: further columns of the result's `extra_info`
     """
@@ -29,7 +29,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a public dataset becomes rows for training with rewards.
+    """Conversion of a public dataset into rows for training with rewards.
 
     dataset: hub id on Hugging Face, which is also the result's `data_source`
     subset: the hub's subset; "": the dataset has none

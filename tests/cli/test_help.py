@@ -61,7 +61,7 @@ def test_help_shows_each_flag_with_type_and_default_in_its_group(capsys) -> None
     assert "--lr number Peak learning rate. Default: 1e-5; 1e-4 with LoRA." in lines
     assert "--min_lr number Learning rate at the end of the decay. [0.0]" in lines
     assert "--optimizer adam|sgd|muon|dist_muon Optimizer; adam is AdamW; muon: Muon on" in lines
-    assert lines.index("Parallelism:") < lines.index("--context_parallel_size int") < lines.index("Recompute (")
+    assert lines.index("Parallelism:") < lines.index("--context_parallel_size int") < lines.index("Activations: rec")
 
 
 @pytest.mark.parametrize("command", ["sft", "rlhf", "pt"])

@@ -81,3 +81,14 @@ def test_a_run_without_a_critic_is_not_resumed(scored):
     case = Case(scored, "grpo then ppo", "", processes=None, steps=4, command=PPO)
     ended = output.run(case=case, code=1)
     assert "it has no training_state/critic, so its run was not of --rlhf_type ppo" in ended.said
+
+
+@pytest.mark.long
+def test_a_resumed_run_adds_a_reference(scored):
+    """The rest of a rollout batch gets the reference's log-probabilities, which its checkpoint lacks."""
+    grpo = PPO.replace("ppo", "grpo").replace("--critic_warmup 3 --critic_lr 1e-3", f"--num_generations 2 {SEVERAL}")
+    output = Output(Case(scored, "grpo adds", "", processes=None, steps=2, command=f"{grpo} --beta 0"))
+    output.run()
+    output.run(case=Case(scored, "grpo adds", "", processes=None, steps=3, command=f"{grpo} --beta 0.1"))
+    assert output.rows[-1]["step"] == 3
+    assert output.rows[-1]["kl"] > 0

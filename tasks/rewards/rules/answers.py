@@ -3,10 +3,10 @@
 import re
 from collections.abc import Sequence
 
+from ....templates.formats.recipes import GSM8K_ANSWER
 from ..math_verify_pool import MathVerifyPool
 from .sample import RuleSample
 
-GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 BOX = r"\boxed{"
 MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[|####|<answer>|\n")  # of an answer within other text
 PHRASE = re.compile(r"answer is", re.IGNORECASE)
@@ -29,15 +29,15 @@ def _score_gsm8k(sample: RuleSample) -> float:
 
 
 class MathRule:
-    """1 where math-verify finds the completion's answer equal to the row's, else 0."""
+    """Rule of mathematics: 1 where math-verify finds the answer equal to the row's, else 0."""
 
     def __init__(self) -> None:
         self._pool = MathVerifyPool()
 
     def __call__(self, samples: Sequence[RuleSample]) -> list[float | None]:
         """Return the scores; None for a row without an answer, or with one that math-verify cannot read."""
-        solved = [sample for sample in samples if sample.truth is not None]
-        verdicts = iter(self._pool([(_boxed(_first(sample.truth)), sample.answer) for sample in solved]))
+        samples_with_truth = [sample for sample in samples if sample.truth is not None]
+        verdicts = iter(self._pool([(_boxed(_first(sample.truth)), sample.answer) for sample in samples_with_truth]))
         results = [None if sample.truth is None else next(verdicts) for sample in samples]
         return [None if result is None else float(result) for result in results]
 
@@ -53,25 +53,26 @@ def _boxed(truth: str) -> str:
 
 
 def score_choice(samples: Sequence[RuleSample]) -> list[float | None]:
-    r"""Return 1 for the right letter in \boxed, 0.5 for it elsewhere; -0.5 for a wrong one in \boxed, -1 elsewhere.
+    r"""Return 1 for the right letter in \boxed, and 0.5 for it elsewhere.
 
-    The letter is the first capital in the last \boxed, else behind the last `answer is`, else in the whole answer.
+    A wrong one has -0.5 in \boxed, and -1 elsewhere. The letter is the first capital in the last \boxed, else behind
+    the last `answer is`, else in the whole answer.
     Source: the soft reward of ROLL's rule for CrossThink-QA
     """
     return [None if not str(sample.truth or "").strip() else _score_choice(sample) for sample in samples]
 
 
 def _score_choice(sample: RuleSample) -> float:
-    box = last_box(sample.answer)
+    box = last_flat_box(sample.answer)
     text = PHRASE.split(sample.answer)[-1] if box is None else box
     letter = next((character for character in text if character.isupper()), "")
     return CHOICE_SCORES[letter == str(sample.truth).strip()[0], box is not None]
 
 
-def last_box(text: str) -> str | None:
-    r"""Return what stands in the last \boxed that is not empty, up to its first closing brace; None without one.
+def last_flat_box(text: str) -> str | None:
+    r"""Return the content of the last \boxed that is not empty, up to its first closing brace; None without one.
 
-    One pass, since a regular expression takes quadratic time for boxes that are not closed.
+    ROLL's rule ends there, too. One pass: a regular expression takes quadratic time for boxes that are not closed.
     """
     content, start = None, text.find(BOX)
     while start >= 0 and (end := text.find("}", start)) >= 0:

@@ -17,7 +17,7 @@ SHARE_OF_TIMEOUT = 0.8  # of --reward_timeout: time for all programs of a call
 
 
 class CodeRule:
-    """1 where the completion's program passes all tests of its row, else 0; None where no time was left to run it.
+    """Rule of programs: 1 where all tests of the row pass, else 0; None where no time was left.
 
     gives_shares: the share of passed tests instead, as verl scores the sources of contests
     """
@@ -29,12 +29,12 @@ class CodeRule:
     def __call__(self, samples: Sequence[RuleSample]) -> list[float | None]:
         """Return the scores; None for a row without tests. Raises ValueError for tests of an unknown form."""
         tests = [list(row_tests(sample)) for sample in samples]
-        tested = [i for i, cases in enumerate(tests) if cases]
-        verdicts = self._sandbox([(program_of(samples[i].answer), tests[i]) for i in tested], self._seconds)
+        indices = [i for i, cases in enumerate(tests) if cases]
+        verdicts = self._sandbox([(program_of(samples[i].answer), tests[i]) for i in indices], self._seconds)
         scores: list[float | None] = [None] * len(samples)
-        for i, passed in zip(tested, verdicts, strict=True):
-            if passed is not None:
-                scores[i] = sum(passed) / len(passed) if self._gives_shares else float(all(passed))
+        for i, results in zip(indices, verdicts, strict=True):
+            if results is not None:
+                scores[i] = sum(results) / len(results) if self._gives_shares else float(all(results))
         return scores
 
 
@@ -88,7 +88,7 @@ def _case(case: Json, function: str | None) -> ProgramTest:
 def _pair(text: Json, expected: Json, function: str | None) -> ProgramTest:
     """Return the test of an input and an output: text of a script, or arguments and result of a function."""
     if not function:
-        return ProgramTest(text=_joined(text), expected=_joined(expected))
+        return ProgramTest(text=_join(text), expected=_join(expected))
     try:
         arguments = [json.loads(line) for line in text.split("\n") if line.strip()] if isinstance(text, str) else text
     except ValueError:
@@ -103,6 +103,6 @@ def _pair(text: Json, expected: Json, function: str | None) -> ProgramTest:
     )
 
 
-def _joined(text: Json) -> str:
+def _join(text: Json) -> str:
     """Return a script's text, which may be a list of lines."""
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)

@@ -292,9 +292,9 @@ def follows(text: str, instruction: str, arguments: dict[str, Any]) -> bool:
     _, *parameters = inspect.signature(checker).parameters  # the first is the text
     if missing := [name for name in parameters if arguments.get(name) is None]:
         raise ValueError(f"the instruction {instruction} lacks {', '.join(missing)}")
-    return checker(text, **{name: _whole(arguments[name]) for name in parameters})
+    return checker(text, **{name: _as_int(arguments[name]) for name in parameters})
 
 
-def _whole(value: Any) -> Any:
+def _as_int(value: Any) -> Any:
     """Return a whole number as int: columns with missing values hold floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -38,7 +38,10 @@ VERDICT = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
 class JudgeRule:
-    """Verdict of a model: 1 for YES, 0 for NO, a tenth of `Score: N`; None for a reply without any of these."""
+    """Verdict of a model: 1 for YES, 0 for NO, a tenth of `Score: N`.
+
+    A reply without any of these has no score.
+    """
 
     def __init__(self, args: RewardOptions):
         """Check the options. Raises ValueError if one is missing or wrong."""
@@ -99,11 +102,11 @@ class JudgeRule:
         """Return the JSON of a reply. Tries again while the server may recover. Raises RewardError."""
         problem = "it did not answer in time"
         for attempt in range(ATTEMPTS):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
                 break
             try:
-                response = client.request(method, self._url + path, json=body, timeout=left)
+                response = client.request(method, self._url + path, json=body, timeout=seconds)
                 if response.is_success:
                     return response.json()
                 problem = f"it replied with status {response.status_code}: {response.text[:200]}"

@@ -56,7 +56,7 @@ WORD = re.compile(r"[^\W\d_]+(?:[\u0300-\u036f\u0900-\u0dff]+[^\W\d_]*)*")
 
 
 def language_of(text: str) -> str | None:
-    """Return the ISO 639-1 code of a text's language; None for a text without words of a language that it knows."""
+    """Return the ISO 639-1 code of a text's language; None if none is recognized."""
     scripts = Counter(script for character in text if (script := _script(character)))
     if not scripts:
         return None

@@ -6,6 +6,7 @@ file is a worker: it reads a program with its tests as a JSON line, and writes w
 """
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -26,7 +27,8 @@ CPU_SECONDS = 5  # of a test
 WALL_SECONDS = 10.0  # of a test, for a program that waits
 PROGRAM_SECONDS = 30.0  # of all tests of a program
 MAX_WORKERS = 16
-# Variables that a worker needs. Others may hold keys, and model-written code must not see them.
+PR_SET_DUMPABLE = 4  # linux/prctl.h
+# Variables that a worker needs: a program's own environment is empty, and its parent's holds no keys.
 ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -126,7 +128,7 @@ class _SandboxWorker:
 
     @property
     def is_late(self) -> bool:
-        """Whether the worker exceeds the time of a program, so that something is wrong with the worker itself."""
+        """Return whether the worker exceeds the time of a program: the worker itself is at fault then."""
         return time.monotonic() - self._started > PROGRAM_SECONDS + 3 * WALL_SECONDS
 
     def send(self, program: str, tests: Sequence[ProgramTest]) -> None:
@@ -258,6 +260,8 @@ def check_limits() -> str:
 
 
 def main() -> None:
+    # Keeps programs from reading /proc/<pid>/mem of this process, which holds the expected outputs.
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     exec(PRELUDE, {})  # its modules are then in memory, and each test's process begins with them
     print(check_limits(), flush=True)
     for line in sys.stdin:

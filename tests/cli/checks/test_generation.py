@@ -315,6 +315,9 @@ def test_policies(words: str, message: str, dense: Path) -> None:
             "--difficulty_range 0.1",
             "--difficulty_range 0.1: not a lower and an upper bound. Set two, as in --difficulty",
         ),
+        ("--judge_server http://localhost:1", "--judge_server http://localhost:1: only for --reward_funcs by_source."),
+        ('--source_rules {"a":"math"}', "only for --reward_funcs by_source. Add it, or remove this."),
+        ("--reward_funcs by_source --judge_model a", "--judge_model a: only for --judge_server. Set it, or remove"),
         ("--difficulty_range 0.9 0.1", "--difficulty_range 0.9 0.1: not a lower and an upper bound."),
         (
             "--difficulty_range 0.1 0.9 --num_generations 1 --advantage_estimator reinforce",

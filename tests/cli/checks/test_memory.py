@@ -57,9 +57,10 @@ def test_refused_with_fp8(words: str, message: str, dense: Path) -> None:
     assert message in str(error.value)
 
 
-def test_two_offloads_of_the_optimizer_are_refused(dense: Path) -> None:
-    with pytest.raises(UsageError, match="--optimizer_cpu_offload true cannot be used with --offload_optimizer true"):
-        check_rl(dense, f"--reward_funcs accuracy {HOST} --offload_optimizer true --use_vllm false")
+@pytest.mark.parametrize("fraction", [0.5, 1])
+def test_what_is_left_of_the_state_may_move(fraction: float, dense: Path) -> None:
+    flags = f"{HOST} --optimizer_offload_fraction {fraction} --offload_optimizer true"
+    check_rl(dense, f"--reward_funcs accuracy {flags} --use_vllm false")
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ def test_an_update_by_gradient_descent(ppo: Place) -> None:
         ("--cliprange 0.02 --cliprange_value 10", {"cliprange": 0.02, "cliprange_value": 10.0}),
         ("--critic_warmup 2", {"warmup": 2}),
         ("--offload_critic true --offload_ref_model true", {}),
+        ("--cpu_offloading true --cpu_offloading_num_layers 2", {}),
+        ("--optimizer_cpu_offload true --exp_avg_dtype fp32", {}),
     ],
 )
 def test_options(flags: str, changes: dict[str, Any], ppo: Place) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megaswift.templates.formats.columns import has_column, nested_names, parsed_json, parsed_object, renamed
+from megaswift.templates.formats.columns import apply_names, has_column, nested_names, parsed_json, parsed_object
 from megaswift.templates.formats.presets import DatasetPreset
 from megaswift.templates.formats.schemas import ArrowRow
 
@@ -33,8 +33,8 @@ VERL = {"data_source": "s", "reward_model": {"style": "rule", "ground_truth": "7
     ],
 )
 def test_renamed(row, columns, result):
-    assert renamed(row, columns) == result
-    found = renamed(ArrowRow(row), columns)
+    assert apply_names(row, columns) == result
+    found = apply_names(ArrowRow(row), columns)
     assert (found, type(found)) == (result, ArrowRow)
 
 
@@ -56,7 +56,7 @@ def test_each_nested_value_has_a_name(row):
     assert sorted(nested_names(row)) == sorted(by_path)
     for name, value in by_path.items():
         assert has_column(row, name)
-        assert renamed(row, {name: "new"})["new"] == value
+        assert apply_names(row, {name: "new"})["new"] == value
         assert not has_column(row, f"{name}.x")
 
 

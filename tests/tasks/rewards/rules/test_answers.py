@@ -6,7 +6,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megaswift.tasks.rewards.rules.answers import MathRule, last_box, score_choice, score_gsm8k
+from megaswift.tasks.rewards.rules.answers import MathRule, last_flat_box, score_choice, score_gsm8k
 from megaswift.tasks.rewards.rules.sample import RuleSample
 
 
@@ -92,7 +92,7 @@ def test_multiple_choice(completion, truth, score):
 @given(st.lists(st.sampled_from(["\\boxed{", "}", "A", "{", "x"]), max_size=12).map("".join))
 def test_the_last_box_by_a_regular_expression(text):
     boxes = re.findall(r"\\boxed\{([^}]+)\}", text)
-    assert last_box(text) == (boxes[-1] if boxes else None)
+    assert last_flat_box(text) == (boxes[-1] if boxes else None)
 
 
 def test_boxes_that_are_not_closed_take_linear_time():
