@@ -68,9 +68,9 @@ def test_the_critic_changes_its_layout(scored):
     output = Output(case, strict=False)
     assert output.run({"rank": 0, "how": "kill"} | BETWEEN_UPDATES).killed
     output.run(flags="--critic_tensor_model_parallel_size 2")
-    for found, wanted in zip(output.rows, case.reference.rows, strict=True):
+    for row, expected in zip(output.rows, case.reference.rows, strict=True):
         for key in ("loss", "reward", "critic/loss", "critic/grad_norm", "values/mean"):
-            assert found[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), (found["step"], key)
+            assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), (row["step"], key)
 
 
 @pytest.mark.long

@@ -49,11 +49,11 @@ def losses_of(loss_type: str, tensors: dict[str, Tensor]) -> Tensor:
     return -torch.minimum(ratios * advantages, ratios.clamp(0.85, 1.3) * advantages)
 
 
-def same(mine: Tensor, expected: Tensor, tensors: dict[str, Tensor]) -> None:
-    agree(mine, expected)
+def same(loss: Tensor, expected: Tensor, tensors: dict[str, Tensor]) -> None:
+    agree(loss, expected)
     slopes = gradient(expected, tensors)
     assert slopes.abs().max() > 1e-3
-    agree(gradient(mine, tensors), slopes)
+    agree(gradient(loss, tensors), slopes)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -61,8 +61,8 @@ def same(mine: Tensor, expected: Tensor, tensors: dict[str, Tensor]) -> None:
 def test_aggregation(loss_type, mode):
     tensors = padded()
     settings = {"epsilon": 0.15, "epsilon_high": 0.3, "beta": 0.0, "max_completion_length": MAX_LENGTH}
-    mine = run(Policy(loss_type, loss_agg_mode=mode, **settings), tensors)[0]
-    same(mine, aggregated(losses_of(loss_type, tensors), tensors["mask"], mode), tensors)
+    loss = run(Policy(loss_type, loss_agg_mode=mode, **settings), tensors)[0]
+    same(loss, aggregated(losses_of(loss_type, tensors), tensors["mask"], mode), tensors)
 
 
 def test_modes_differ():
@@ -77,11 +77,11 @@ def test_mode_of_a_loss_by_itself(loss_type):
     tensors = padded()
     mode = ours.IMPLIED_AGG_MODES[loss_type]
     policies = [Policy(loss_type, loss_agg_mode=m, max_completion_length=MAX_LENGTH) for m in (None, mode)]
-    mine, other = (run(policy, tensors)[0] for policy in policies)
-    assert torch.equal(mine, other)
+    loss, other = (run(policy, tensors)[0] for policy in policies)
+    assert torch.equal(loss, other)
     rest = [m for m in LOSS_AGG_MODES if m != mode]
     losses = [run(Policy(loss_type, loss_agg_mode=m, max_completion_length=MAX_LENGTH), tensors)[0] for m in rest]
-    assert min((loss - mine).abs() for loss in losses) > 1e-3
+    assert min((value - loss).abs() for value in losses) > 1e-3
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -150,8 +150,8 @@ def test_dual_clip_above_the_range_is_two_sided_clipping():
     tensors = padded()
     tensors["advantages"] = -tensors["advantages"]
     settings = {"epsilon": 0.15, "epsilon_high": 0.3, "beta": 0.0}
-    mine, other = (run(Policy(**settings, **bound), tensors)[0] for bound in ({"dual_clip": 1.6}, {"delta": 1.6}))
-    same(mine, other, tensors)
+    loss, other = (run(Policy(**settings, **bound), tensors)[0] for bound in ({"dual_clip": 1.6}, {"delta": 1.6}))
+    same(loss, other, tensors)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo", "sapo"])
@@ -159,11 +159,11 @@ def test_entropy_bonus_is_trls(loss_type):
     tensors = padded()
     tensors["entropies"].requires_grad_()
     policy = Policy(loss_type, entropy_coef=0.3, max_completion_length=MAX_LENGTH)
-    mine = run(policy, tensors)[0]
+    loss = run(policy, tensors)[0]
     settings = {"entropy_coef": 0.3, "_entropy_bonus_enabled": True, "use_adaptive_entropy": False}
     expected = theirs(policy, tensors, **settings)[0]
-    same(mine, expected, tensors)
-    slopes = [torch.autograd.grad(loss, tensors["entropies"], retain_graph=True)[0] for loss in (mine, expected)]
+    same(loss, expected, tensors)
+    slopes = [torch.autograd.grad(loss, tensors["entropies"], retain_graph=True)[0] for loss in (loss, expected)]
     assert slopes[1].abs().max() > 1e-3
     agree(slopes[0], slopes[1])
 

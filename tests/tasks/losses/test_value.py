@@ -88,8 +88,8 @@ def test_whitened_advantages(group):
     assert not any(episode[~d].any() for episode, d in zip(white, drawn, strict=True))
     if len(values) > 1:
         expected = (values - values.mean()) * torch.rsqrt(values.var() + 1e-8)
-        found = np.concatenate([episode[d] for episode, d in zip(white, drawn, strict=True)])
-        np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6, atol=1e-6)
+        whitened = np.concatenate([episode[d] for episode, d in zip(white, drawn, strict=True)])
+        np.testing.assert_allclose(whitened, expected.numpy(), rtol=1e-6, atol=1e-6)
 
 
 def test_equal_advantages_are_whitened_to_0():

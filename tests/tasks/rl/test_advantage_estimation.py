@@ -88,9 +88,9 @@ def token_rewards(rewards: list[float]) -> Tensor:
     return scores
 
 
-def close(mine: Tensor, expected: Tensor) -> None:
+def close(actual: Tensor, expected: Tensor) -> None:
     assert expected.abs().max() > 0.1
-    torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs"])
@@ -110,10 +110,10 @@ def test_reinforce_with_a_penalty_of_each_token(kind, whitens):
 
 
 def test_penalty_of_a_reward_is_k1_unless_it_is_said():
-    found = [episodes_of(), episodes_of()]
-    for episodes, flags in zip(found, ({}, {"kl_estimator": "k1"}), strict=True):
+    batches = [episodes_of(), episodes_of()]
+    for episodes, flags in zip(batches, ({}, {"kl_estimator": "k1"}), strict=True):
         estimator(advantage_estimator="reinforce", kl_in_reward=True, **flags)(episodes)
-    assert torch.equal(*map(advantages, found))
+    assert torch.equal(*map(advantages, batches))
 
 
 def test_plain_reinforce():
@@ -128,16 +128,16 @@ def test_turns_that_the_model_did_not_draw_are_skipped():
     mask = episodes[2].loss_mask
     mask[5:8] = 0.0
     estimator(advantage_estimator="reinforce", kl_in_reward=True, beta=0.3)(episodes)
-    old, ref, found = episodes[2].old_log_probs, episodes[2].ref_log_probs, episodes[2].advantages
+    old, ref, estimated = episodes[2].old_log_probs, episodes[2].ref_log_probs, episodes[2].advantages
     assert old is not None
     assert ref is not None
-    assert found is not None
+    assert estimated is not None
     drawn = np.flatnonzero(mask)
     expected = [
         2.0 - 0.3 * sum(float(old[later] - ref[later]) for later in drawn[place:]) for place in range(len(drawn))
     ]
-    assert found[drawn].tolist() == pytest.approx(expected, abs=1e-6)
-    assert not found[mask == 0].any()
+    assert estimated[drawn].tolist() == pytest.approx(expected, abs=1e-6)
+    assert not estimated[mask == 0].any()
 
 
 def test_group_means_whitened():
@@ -198,13 +198,13 @@ def test_switches_with_a_critic():
     """PPO: a clipped reward, an adaptive penalty of each token, whitened and clipped advantages."""
     flags = {"kl_estimator": "abs", "target_kl": 0.1, "kl_horizon": 30, "beta": 0.3, "gamma": 0.9, "lam": 0.8}
     options = compose(PpoOptions, reward_funcs=["accuracy"], reward_clip=1.5, advantage_clip=1.1, **flags)
-    mine, expected = CriticAdvantageEstimator(options), Controller(0.3, 0.1, 30)
+    estimate, expected = CriticAdvantageEstimator(options), Controller(0.3, 0.1, 30)
     for seed in range(3):
         episodes = episodes_of(seed=seed)
         for episode in episodes:
             values = np.random.default_rng(seed).normal(0, 1, len(episode.tokens))
             episode.values = values.astype(np.float32)
-        metrics = mine(episodes)
+        metrics = estimate(episodes)
         penalties = verls_penalty(padded(episodes, "old_log_probs"), padded(episodes, "ref_log_probs"), "abs")
         scores = token_rewards([min(reward, 1.5) for reward in REWARDS]) - expected.value * penalties
         unscaled, returns = gae_of(scores, padded(episodes, "values"), 0.9, 0.8)
@@ -217,11 +217,11 @@ def test_switches_with_a_critic():
 
 def test_running_normalization():
     """Over all rewards of two batches; what has none changes nothing."""
-    mine = estimator(advantage_estimator="reinforce", beta=0.0, normalize_rewards=True)
+    estimate = estimator(advantage_estimator="reinforce", beta=0.0, normalize_rewards=True)
     batches = [REWARDS, [5.0, math.nan, -3.0, 0.5, 1.0, 2.0]]
     for count in (1, 2):
         episodes = episodes_of(batches[count - 1])
-        mine(episodes)
+        estimate(episodes)
         values = [value for batch in batches[:count] for value in batch if not math.isnan(value)]
         for episode in episodes:
             expected = (episode.reward - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
@@ -254,19 +254,19 @@ def test_adaptive_coefficient(target):
     """A batch has the coefficient of the ones before it; saved and restored in the midst."""
     flags = {"advantage_estimator": "reinforce", "kl_in_reward": True, "kl_estimator": "k3", "beta": 0.3}
     flags |= {"target_kl": target, "kl_horizon": 40}
-    mine, expected = estimator(**flags), Controller(0.3, target, 40)
+    estimate, expected = estimator(**flags), Controller(0.3, target, 40)
     for seed in range(4):
         episodes = episodes_of(seed=seed)
-        metrics = mine(episodes)
+        metrics = estimate(episodes)
         penalties = verls_penalty(padded(episodes, "old_log_probs"), padded(episodes, "ref_log_probs"), "k3")
         close(advantages(episodes), returns_of(token_rewards(REWARDS) - expected.value * penalties))
         kl = float((penalties.sum(1) / torch.tensor(LENGTHS)).mean())
         assert metrics == pytest.approx({"reward_kl": kl, "kl_coef": expected.value})
         expected.update(kl, len(episodes))
         restored = estimator(**flags)
-        restored.load(mine.state())
-        mine = restored
-    assert abs(mine.kl_coefficient / 0.3 - 1) > 0.01
+        restored.load(estimate.state())
+        estimate = restored
+    assert abs(estimate.kl_coefficient / 0.3 - 1) > 0.01
 
 
 def test_coefficient_of_a_resumed_run_is_betas():

@@ -89,13 +89,13 @@ def agree(place: Place, flags: str, settings: Settings) -> Trained:
     starts = states(reference)
     log = reference.steps()
     assert len(run.steps) == len(log) == 3
-    for found, wanted in zip(run.steps, log, strict=True):
-        norms = {name: wanted.pop(name) for name in ("grad_norm", "critic/grad_norm")}
-        assert_close(found, wanted)
+    for row, expected in zip(run.steps, log, strict=True):
+        norms = {name: expected.pop(name) for name in ("grad_norm", "critic/grad_norm")}
+        assert_close(row, expected)
         # Rounding in the weights of the step before is larger in gradients.
-        assert {name: found[name] for name in norms} == pytest.approx(norms, rel=1e-4)
-    for found, wanted, start in zip((run.weights, critic_of(run)), states(reference), starts, strict=True):
-        assert_same_weights(found, wanted, start)
+        assert {name: row[name] for name in norms} == pytest.approx(norms, rel=1e-4)
+    for weights, expected, start in zip((run.weights, critic_of(run)), states(reference), starts, strict=True):
+        assert_same_weights(weights, expected, start)
     return run
 
 
@@ -114,9 +114,9 @@ def test_an_update_by_gradient_descent(ppo: Place) -> None:
     reference = reference_of(ppo, run, flags, SETTINGS._replace(descent_rate=0.05, critic_rate=0.02))
     starts = states(reference)
     reference.steps()
-    for found, wanted, start in zip((run.weights, critic_of(run)), states(reference), starts, strict=True):
-        assert max(float((tensor - start[name]).abs().max()) for name, tensor in wanted.items()) > 1e-3
-        assert max(float((found[name] - tensor).abs().max()) for name, tensor in wanted.items()) < 1e-6
+    for weights, expected, start in zip((run.weights, critic_of(run)), states(reference), starts, strict=True):
+        assert max(float((tensor - start[name]).abs().max()) for name, tensor in expected.items()) > 1e-3
+        assert max(float((weights[name] - tensor).abs().max()) for name, tensor in expected.items()) < 1e-6
 
 
 @later
@@ -182,10 +182,10 @@ def test_transformers_load_the_critic(ppo: Place) -> None:
 )
 def test_layouts(layout: str, processes: int, ppo: Place) -> None:
     """The numbers of one process."""
-    found, wanted = ppo.run(f"{PPO} {layout}", processes), ppo.run(PPO)
-    assert_same_steps(found, wanted)
-    assert_same_weights(found.weights, wanted.weights, ppo.start())
-    assert_same_weights(critic_of(found), critic_of(wanted), start_of(ppo, "critic"))
+    run, expected = ppo.run(f"{PPO} {layout}", processes), ppo.run(PPO)
+    assert_same_steps(run, expected)
+    assert_same_weights(run.weights, expected.weights, ppo.start())
+    assert_same_weights(critic_of(run), critic_of(expected), start_of(ppo, "critic"))
 
 
 @later
@@ -193,19 +193,19 @@ def test_experts(ppo: Place) -> None:
     """Policy with expert parallelism, critic without."""
     flags = "--rlhf_type ppo --model qwen3_moe --lr 5e-5 --critic_model critic-moe --critic_lr 1e-4"
     layout = "--expert_model_parallel_size 2 --critic_expert_model_parallel_size 1"
-    found, wanted = ppo.run(f"{flags} {layout}", 2), ppo.run(flags)
-    assert_same_steps(found, wanted)
-    assert_same_weights(found.weights, wanted.weights, ppo.start("qwen3_moe"))
-    assert_same_weights(critic_of(found), critic_of(wanted), start_of(ppo, "critic-moe"))
+    run, expected = ppo.run(f"{flags} {layout}", 2), ppo.run(flags)
+    assert_same_steps(run, expected)
+    assert_same_weights(run.weights, expected.weights, ppo.start("qwen3_moe"))
+    assert_same_weights(critic_of(run), critic_of(expected), start_of(ppo, "critic-moe"))
 
 
 @later
 def test_a_reference_of_grpo_in_its_own_layout(place: Place) -> None:
     flags = "--ref_model other --log_entropy true"
-    found, wanted = place.run(f"{flags} --ref_pipeline_model_parallel_size 2", 2), place.run(flags)
-    assert "reference: other, 2 processes = TP 1 x PP 2" in found.printed
-    assert_same_steps(found, wanted)
-    assert_same_weights(found.weights, wanted.weights, place.start())
+    run, expected = place.run(f"{flags} --ref_pipeline_model_parallel_size 2", 2), place.run(flags)
+    assert "reference: other, 2 processes = TP 1 x PP 2" in run.printed
+    assert_same_steps(run, expected)
+    assert_same_weights(run.weights, expected.weights, place.start())
 
 
 @pytest.mark.parametrize(

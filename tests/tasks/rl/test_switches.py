@@ -128,10 +128,10 @@ def test_switches_of_advantages(place: Place) -> None:
     start = {name: tensor.clone() for name, tensor in expected.policy.state_dict().items()}
     log = expected.steps()
     assert [row["kl_coef"] for row in log] != [0.3] * 3
-    for found, wanted in zip(run.steps, log, strict=True):
-        assert 0 < found["advantages/clip_ratio"] < 1
-        assert 0 < found["rewards/clip_ratio"] < 1
-        assert_close(found, wanted)
+    for step, expected in zip(run.steps, log, strict=True):
+        assert 0 < step["advantages/clip_ratio"] < 1
+        assert 0 < step["rewards/clip_ratio"] < 1
+        assert_close(step, expected)
     assert_same_weights(run.weights, expected.policy.state_dict(), start)
 
 
@@ -148,9 +148,9 @@ def test_switches_of_advantages(place: Place) -> None:
     ],
 )
 def test_two_processes(flags: str, layout: str, place: Place) -> None:
-    found, wanted = place.run(f"{flags} {layout}", 2), place.run(flags)
-    assert_same_steps(found, wanted)
-    assert_same_weights(found.weights, wanted.weights, place.start())
+    run, single = place.run(f"{flags} {layout}", 2), place.run(flags)
+    assert_same_steps(run, single)
+    assert_same_weights(run.weights, single.weights, place.start())
 
 
 @pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.long)])
