@@ -128,10 +128,10 @@ def test_switches_of_advantages(place: Place) -> None:
     start = {name: tensor.clone() for name, tensor in expected.policy.state_dict().items()}
     log = expected.steps()
     assert [row["kl_coef"] for row in log] != [0.3] * 3
-    for step, expected in zip(run.steps, log, strict=True):
+    for step, row in zip(run.steps, log, strict=True):
         assert 0 < step["advantages/clip_ratio"] < 1
         assert 0 < step["rewards/clip_ratio"] < 1
-        assert_close(step, expected)
+        assert_close(step, row)
     assert_same_weights(run.weights, expected.policy.state_dict(), start)
 
 
