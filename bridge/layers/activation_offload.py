@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..mapping.local_params import decoder_layers
 
-MIN_BYTES = 2**18  # of tensors that are offloaded: more copies of smaller ones would cost more time than they save room
+MIN_BYTES = 2**18  # smallest tensor to offload: copies of smaller ones would cost more time than the memory is worth
 
 
 def offload_activations(chunks: Sequence[GPTModel], num_layers: int) -> None:
@@ -93,7 +93,7 @@ class _LayerTensors:
     """Tensors that one forward pass of a layer saved. They live as long as the graph refers to them."""
 
     def __init__(self, previous: "weakref.ref[_LayerTensors] | None"):
-        self.previous = previous  # of the layer before, whose backward pass comes next
+        self.previous = previous  # layer before, whose backward pass comes next
         self._saved: weakref.WeakValueDictionary[tuple[Any, ...], _SavedTensor] = weakref.WeakValueDictionary()
         self.is_fetched = False
 

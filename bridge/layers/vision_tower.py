@@ -93,7 +93,7 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_st
 
     windows = patch_order = feature_order = taps = tap_weights = None
     if vision.window:
-        size = vision.window // side // vision.patch_size  # of a window, in squares
+        size = vision.window // side // vision.patch_size  # side of a window, in squares
         shapes = [_window_lengths(*frame, side, size) for frame in frames]
         firsts = torch.tensor([0, *accumulate(map(len, shapes))][:-1], dtype=torch.int64)
         window = square_row // size * -(-width // (side * size)) + square_column // size
@@ -107,7 +107,7 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_st
         taps = (row_taps.unsqueeze(2) * vision.grid_side + column_taps.unsqueeze(1)).flatten(1)
         tap_weights = (row_weights.unsqueeze(2) * column_weights.unsqueeze(1)).flatten(1)
 
-    positions = torch.stack((row, column), dim=1)  # of the rope: planes of height, then those of width
+    positions = torch.stack((row, column), dim=1)  # for the rope: planes of height, then those of width
     if patch_order is not None:
         positions = positions[patch_order]
     axis_dim = vision.hidden_size // vision.num_heads // 2

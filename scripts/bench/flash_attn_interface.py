@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VERSION = "2.8.3"  # of the interface, by which Transformer Engine calls it
+VERSION = "2.8.3"  # interface version, which Transformer Engine reads
 
 
 class _Varlen(torch.autograd.Function):
@@ -53,13 +53,13 @@ def flash_attn_varlen_func(
 ) -> Tensor:
     """Compute attention over packed documents: [tokens, heads, head_dim] each."""
     if dropout_p or tuple(window_size) not in {(-1, -1), (-1, 0)} or others.get("alibi_slopes") is not None:
-        raise NotImplementedError("dropout, windows and slopes")
+        raise NotImplementedError("dropout, windows and ALiBi slopes are not here: install flash-attn")
     bounds = cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k)
     return _Varlen.apply(q, k, v, bounds, softmax_scale, causal)  # type: ignore[return-value]
 
 
 def _unsupported(*_: Any, **__: Any) -> None:
-    raise NotImplementedError("only flash_attn_varlen_func")
+    raise NotImplementedError("only flash_attn_varlen_func is here: install flash-attn")
 
 
 flash_attn_func = flash_attn_with_kvcache = _flash_attn_forward = _flash_attn_backward = _unsupported

@@ -41,11 +41,11 @@ class Policy:
     epsilon_high: float | None = None  # None: epsilon. For cispo the largest weight itself, not its distance from 1
     delta: float | None = None  # the largest weight of what is clipped on one side only; None: none
     dual_clip: float | None = None  # times a negative advantage: the least objective of a token; None: none
-    loss_agg_mode: str | None = None  # of LOSS_AGG_MODES; None: the loss's own
+    loss_agg_mode: str | None = None  # one of LOSS_AGG_MODES; None: the loss's own
     importance_sampling_level: str = "token"  # of LEVELS
     beta: float = 0.04  # of the KL divergence from the reference in the loss; 0: no reference is read
-    kl_estimator: str | None = None  # of KL_ESTIMATORS; None: k3
-    entropy_coef: float = 0.0  # of the mean entropy of tokens, which is subtracted from the loss
+    kl_estimator: str | None = None  # one of KL_ESTIMATORS; None: k3
+    entropy_coef: float = 0.0  # factor of the tokens' mean entropy, which is subtracted from the loss
     tau_pos: float = 1.0  # sapo's temperatures
     tau_neg: float = 1.05
     fipo_decay_rate: float = 32.0  # fipo: tokens after which a later token's influence has halved

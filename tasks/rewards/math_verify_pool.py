@@ -12,9 +12,10 @@ import re
 import resource
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+
+from .worker_process import WorkerProcess
 
 SECONDS = 2.0  # CPU time for one answer
 BYTES = 8 << 30  # address space
@@ -63,44 +64,16 @@ class MathVerifyPool:
 
 def _ask_next(worker: "_Worker", queue: Iterator[tuple[int, Pair]]) -> dict["_Worker", int]:
     for i, pair in queue:
-        worker.send(pair)
+        worker.write(pair)
         return {worker: i}
     return {}
 
 
-class _Worker:
+class _Worker(WorkerProcess):
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],  # -P: do not import from the working folder
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C then reaches only the run, which ends the worker by closing its pipe
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        if not self._stdout.readline():
+        super().__init__(__name__)
+        if not self.read_line():
             raise RuntimeError("a worker of math-verify did not start. See its error above")
-
-    def fileno(self) -> int:
-        return self._stdout.fileno()
-
-    def send(self, pair: Pair) -> None:
-        self._stdin.write(json.dumps(pair).encode() + b"\n")
-        self._stdin.flush()
-
-    def receive(self) -> bool | None:
-        """Return the result. Raises EOFError if the process died on this pair."""
-        if line := self._stdout.readline():
-            return json.loads(line)
-        self.kill()
-        raise EOFError
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._stdin.close()
-        self._stdout.close()
 
 
 def check(solution: str, text: str) -> bool | None:

@@ -22,7 +22,7 @@ class AdvantageEstimator:
 
     def __init__(self, options: GrpoOptions):
         self.options = options
-        self.kl_coefficient = self.penalty_coefficient = options.beta  # of the next rollout batch, and of this one
+        self.kl_coefficient = self.penalty_coefficient = options.beta  # for the next rollout batch, and for this one
         self.moments = RunningMoments()
 
     def __call__(self, episodes: Sequence[Episode]) -> dict[str, float]:

@@ -46,7 +46,7 @@ class Critic:
         """max_steps: of the run, for the learning rate's schedule."""
         self._cliprange, self._skipped_steps = options.critic.cliprange_value, options.optimizer.iterations_to_skip
         self._role = Role(run, NAME)
-        self._result: tuple[StepResult, AsyncScalars] | None = None  # of the last step, not read yet
+        self._result: tuple[StepResult, AsyncScalars] | None = None  # last step's, not read yet
         with self._role.entered():
             model, hf_config, folder, name = _build(self._role.run, options)
             self._plan = episode_plan(self._role.run, model.groups)

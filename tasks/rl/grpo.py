@@ -66,15 +66,20 @@ def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tu
     options = run.options
     assert isinstance(options, GrpoOptions)
     check_replay(model, options.router_replay_mode)
-    reference, teacher, notes = None, None, []
-    if options.beta:
-        reference = RolloutReference(run, model, options.reference, options.sampling.temperature)
-        notes = [reference.note]
+    reference, teacher = make_reference(run, model, options), None
+    notes = [reference.note] if reference else []
     if options.teacher.teacher_model or options.teacher.mcore_teacher_model:
         teacher = AdvantageTeacher(run, options)
         notes.append(teacher.note)
     grpo = Grpo(run, model, train, reference, teacher)
     return grpo.objective(), [*notes, *grpo.worker.scorer.notes, grpo.rollout.note]
+
+
+def make_reference(run: Run, model: Model, options: GrpoOptions) -> RolloutReference | None:
+    """Return the reference model; None without a KL divergence (`--beta 0`)."""
+    if not options.beta:
+        return None
+    return RolloutReference(run, model, options.reference, options.sampling.temperature)
 
 
 def _extra_flops(

@@ -21,7 +21,7 @@ from ..train.restore import last_step
 from ..train.router_replay import check_replay
 from ..train.setup import train
 from .critic import TRAINING_PASSES, Critic
-from .grpo import Grpo
+from .grpo import Grpo, make_reference
 from .reward_scorer import check_reward_columns
 from .token_advantages import CriticAdvantageEstimator
 
@@ -35,9 +35,7 @@ def make_ppo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tup
     options = run.options
     assert isinstance(options, PpoOptions)
     check_replay(model, options.router_replay_mode)
-    reference = None
-    if options.beta:
-        reference = RolloutReference(run, model, options.reference, options.sampling.temperature)
+    reference = make_reference(run, model, options)
     critic = Critic(run, options, last_step(run, train))  # pyright: ignore[reportArgumentType]
     ppo = Ppo(run, model, train, reference, critic)
     notes = [*([reference.note] if reference else []), critic.note]

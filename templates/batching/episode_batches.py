@@ -19,7 +19,7 @@ class RolloutExtras:
     old_log_probs: torch.Tensor | None = None  # by the policy before the steps on this rollout batch
     ref_log_probs: torch.Tensor | None = None  # by the reference
     teacher_log_probs: torch.Tensor | None = None  # by the teacher
-    advantages: torch.Tensor | None = None  # of each token; None: the document's label
+    advantages: torch.Tensor | None = None  # per token; None: the document's label
 
 
 @dataclass

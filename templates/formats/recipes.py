@@ -40,7 +40,7 @@ class Recipe:
     instruction: str
     problem: Callable[[JsonObject], Problem]
     subset: str = ""
-    test_share: float | None = None  # of rows set aside for the test split; None: the dataset has both splits
+    test_share: float | None = None  # share of rows for the test split; None: the dataset has both splits
     seed: int = 0
 
     def __call__(self, row: JsonObject, split: str, index: int) -> JsonObject:

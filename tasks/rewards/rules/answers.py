@@ -8,7 +8,7 @@ from ..math_verify_pool import MathVerifyPool
 from .sample import RuleSample
 
 BOX = r"\boxed{"
-MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[|####|<answer>|\n")  # of an answer within other text
+MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[|####|<answer>|\n")  # marks of an answer within other text
 PHRASE = re.compile(r"answer is", re.IGNORECASE)
 # Scores of multiple choice by (is correct, is boxed).
 CHOICE_SCORES = {(True, True): 1.0, (True, False): 0.5, (False, True): -0.5, (False, False): -1.0}

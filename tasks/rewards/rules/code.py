@@ -13,7 +13,7 @@ from .sandbox import ProgramTest, Sandbox
 
 FENCE = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py")
-SHARE_OF_TIMEOUT = 0.8  # of --reward_timeout: time for all programs of a call
+SHARE_OF_TIMEOUT = 0.8  # share of --reward_timeout for all programs of a call
 
 
 class CodeRule:

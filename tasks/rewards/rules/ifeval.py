@@ -32,7 +32,7 @@ def _score(sample: RuleSample) -> float | None:
 def _instructions(sample: RuleSample) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the instructions of a row with their arguments."""
     truth = parsed_json(sample.truth)
-    if isinstance(truth, list):  # of objects, one for each prompt or each instruction
+    if isinstance(truth, list):  # objects, one for each prompt or each instruction
         truths = [item for item in truth if isinstance(item, dict)]
     else:
         truths = [truth] if isinstance(truth, dict) else []

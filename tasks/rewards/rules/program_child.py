@@ -23,7 +23,7 @@ BYTES = 2 << 30  # address space of a test
 FILE_BYTES = 16 << 20  # output of a test
 RESULT = 3  # file descriptor of the result file
 PR_SET_PDEATHSIG = 1
-CAPABILITY_VERSION = 0x20080522  # of the structures of capset(2)
+CAPABILITY_VERSION = 0x20080522  # version of capset(2)'s structures
 # Names that programs of contests use without importing them.
 PRELUDE = """
 import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re, string, sys, time
@@ -95,7 +95,7 @@ def execute(execution: Execution) -> None:
         code = 0
     except SystemExit as end:
         code = int(execution.assertions is not None or end.code not in (None, 0))
-    except BaseException:  # of any kind: the program failed
+    except BaseException:  # also SystemExit: the program failed
         code = 1
     finally:
         try:
@@ -146,6 +146,6 @@ def _plain(value: Any) -> Any:
     """Return a result that JSON lacks as one that it has. Raises TypeError for other types."""
     if isinstance(value, set | frozenset):
         return sorted(value)
-    if hasattr(value, "tolist"):  # of numpy
+    if hasattr(value, "tolist"):  # a NumPy scalar or array
         return value.tolist()
     return list(value)

@@ -13,7 +13,6 @@ import os
 import secrets
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,11 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import IO, Any, TypeGuard
 
+from ..worker_process import WorkerProcess
 from .program_child import PRELUDE, Execution, enter_limits, execute
 
-CPU_SECONDS = 5  # of a test
-WALL_SECONDS = 10.0  # of a test, for a program that waits
-PROGRAM_SECONDS = 30.0  # of all tests of a program
+CPU_SECONDS = 5  # per test
+WALL_SECONDS = 10.0  # per test, for a program that waits
+PROGRAM_SECONDS = 30.0  # per program, for all of its tests
 MAX_WORKERS = 16
 PR_SET_DUMPABLE = 4  # linux/prctl.h
 # Variables that a worker needs: a program's own environment is empty, and its parent's holds no keys.
@@ -48,7 +48,7 @@ class ProgramTest:
 
 
 Request = tuple[str, Sequence[ProgramTest]]  # program and its tests
-Verdicts = list[bool]  # of each test
+Verdicts = list[bool]  # one per test
 
 
 class Sandbox:
@@ -103,28 +103,15 @@ def _send_next(worker: "_SandboxWorker", queue: Iterator[tuple[int, Request]]) -
     return {}
 
 
-class _SandboxWorker:
+class _SandboxWorker(WorkerProcess):
     def __init__(self) -> None:
-        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],  # -P: do not import from the working folder
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # Ctrl-C then reaches only the run, which ends the worker by closing its pipe
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        super().__init__(__name__, {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD)
         self._started = time.monotonic()
-        line = self._stdout.readline()
+        line = self.read_line()
         if line != b"ready\n":
             self.kill()
             reason = line.decode(errors="replace").strip() or "its process did not start; see its error above"
             raise RuntimeError(f"programs cannot be tested on this machine: {reason}")
-
-    def fileno(self) -> int:
-        return self._stdout.fileno()
 
     @property
     def is_late(self) -> bool:
@@ -133,22 +120,8 @@ class _SandboxWorker:
 
     def send(self, program: str, tests: Sequence[ProgramTest]) -> None:
         self._started = time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # of a worker that died: `receive` says so
-            self._stdin.write(json.dumps([program, [asdict(test) for test in tests]]).encode() + b"\n")
-            self._stdin.flush()
-
-    def receive(self) -> Verdicts:
-        """Return the verdicts. Raises EOFError if the worker died."""
-        if line := self._stdout.readline():
-            return json.loads(line)
-        self.kill()
-        raise EOFError
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._stdin.close()
-        self._stdout.close()
+        with contextlib.suppress(BrokenPipeError):  # the worker died: `receive` says so
+            self.write([program, [asdict(test) for test in tests]])
 
 
 def passed_tests(program: str, tests: Sequence[ProgramTest]) -> Verdicts:

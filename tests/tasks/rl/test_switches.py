@@ -29,6 +29,8 @@ REINFORCE = (
 class WithSwitches(Reference):
     """LOSS in a page."""
 
+    trains_entropy = True
+
     def step(
         self, optimizer: torch.optim.Optimizer, rows: list[dict], advantages: Tensor, old: Tensor, ref: Tensor
     ) -> dict[str, float]:
@@ -50,15 +52,6 @@ class WithSwitches(Reference):
         means_of_tokens = {"kl": kl, "entropy": scored.entropies}
         metrics = {name: ((values * mask).sum() / mask.sum()).item() for name, values in means_of_tokens.items()}
         return {"loss": loss.item(), "grad_norm": norm.item(), **metrics}
-
-    def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
-        """With gradients of the entropies, too."""
-        prompt = self.tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
-        drawn = row["completion_ids"]
-        logits = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1].float() / self.temperature
-        log_probs = logits.log_softmax(-1)
-        chosen = log_probs.gather(1, torch.tensor(drawn, dtype=torch.int64)[:, None])[:, 0]
-        return chosen, -(log_probs.exp() * log_probs).sum(-1)
 
 
 class Reinforce(Reference):

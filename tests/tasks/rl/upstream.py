@@ -37,6 +37,8 @@ class Scored(NamedTuple):
 class Reference:
     """What `run` should have done. `settings`: TRL's names beside SETTINGS; `args` those of its config."""
 
+    trains_entropy = False
+
     def __init__(
         self,
         folder: Path,
@@ -126,7 +128,8 @@ class Reference:
         logits = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1].float() / self.temperature
         log_probs = logits.log_softmax(-1)
         chosen = log_probs.gather(1, torch.tensor(drawn, dtype=torch.int64)[:, None])[:, 0]
-        return chosen, -(log_probs.exp() * log_probs).sum(-1).detach()
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        return chosen, entropies if self.trains_entropy else entropies.detach()
 
 
 def rewards_of(rows: list[dict]) -> Tensor:
