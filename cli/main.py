@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import click
 import typer
@@ -24,6 +24,9 @@ from ..tasks.run.interrupt import EXIT_INTERRUPTED, finish
 from ..tasks.system import console
 from ..tasks.system.exit_guard import guarded_exit
 from .flags import Flag, OptionValue, UsageError, flags_of, nearest, show
+
+if TYPE_CHECKING:
+    from .dialects.run import ForeignConfig
 
 type Sources = dict[str, str]  # source of each option's value
 type Options = Any  # instance of the command's option class
@@ -84,6 +87,8 @@ COMMANDS = {
             types=PREFERENCES,
         ),
         "export": Command("Convert checkpoints in any parallel layout.", "MegatronExportOptions", "convert.export"),
+        "run": Command("Train as a config file of verl, siiRL, Trinity-RFT, ROLL or Oumi says."),
+        "convert": Command("Print such a config as a config file of this command."),
     },
     "swift": {
         "infer": Command("Chat with a model, or run it on a dataset.", "InferOptions", "infer"),
@@ -186,7 +191,33 @@ def _main(program: str, argv: list[str]) -> int:
         return _typer(program, name, selected)(words, prog_name=program, standalone_mode=False)
     start = _run_export if name == "export" else _run_training if program == "megatron" else _run_in_process
     argv = _expanded(program, argv)
-    return start(_select(commands[name], argv[1:]), *read_options(program, argv), [program, *argv])
+    config = _read_foreign(argv)
+    options, sources, notes = read_options(program, argv, config)
+    if config:
+        if name == "convert":
+            print(config.as_yaml(), end="")
+            return 0
+        config.set_processes()
+        notes = [config.summary(), *config.translation.notes, *notes]
+    return start(_selected(program, argv, config), options, sources, notes, [program, *argv])
+
+
+def _read_foreign(argv: list[str]) -> "ForeignConfig | None":
+    """Return the translated config of `megatron run` or `megatron convert`, None for another command."""
+    if argv[0] not in ("run", "convert"):
+        return None
+    from .dialects.run import read_config
+
+    return read_config(argv[1:])
+
+
+def _selected(program: str, argv: list[str], config: "ForeignConfig | None") -> Command:
+    """Return the type of the command that flags or a translated config select."""
+    if not config:
+        return _select(COMMANDS[program][argv[0]], argv[1:])
+    command = COMMANDS[program][config.translation.command]
+    kind = config.translation.flags.get(command.by)
+    return command.types[str(kind)] if kind else _select(command, config.words.flags)
 
 
 def _select(command: Command, words: list[str]) -> Command:
@@ -214,21 +245,28 @@ def _expanded(program: str, argv: list[str]) -> list[str]:
     return [argv[0], *expand_load_args(argv[1:])] if trains else argv
 
 
-def read_options(program: str, argv: list[str]) -> tuple[Options, Sources, list[str]]:
+def read_options(
+    program: str, argv: list[str], foreign: "ForeignConfig | None" = None
+) -> tuple[Options, Sources, list[str]]:
     """Return the options of a command line (command and flags), the source of each value, and notes for the user.
 
+    foreign: config of `megatron run`, in the place of a config file
     Raises UsageError.
     """
     from .parse import from_argv, from_config, ignores_unknown, resolve
 
     argv = _expanded(program, argv)
+    selected = _selected(program, argv, foreign)
+    if foreign:
+        argv = [foreign.translation.command, *foreign.words.flags]
     name = argv[0]
-    selected = _select(COMMANDS[program][name], argv[1:])
     options = _options(selected)
     flags, hints = flags_of(options), _hints_for_other_flags(program, name, selected)
     lenient = ignores_unknown(argv[1:])
     typed, config = from_argv(argv[1:], flags, hints, ignores_unknown=lenient)
     from_file = from_config(config, flags, hints, ignores_unknown=lenient) if config else None
+    if foreign:
+        from_file = foreign.parsed_flags(flags, hints)
     values = _typer(program, name, selected)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
     notes = typed.notes + (from_file.notes if from_file else [])
     resolved, sources = resolve(options, values, from_file, typed.spellings)
