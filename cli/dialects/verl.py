@@ -13,12 +13,13 @@ parts whose keys they have:
 A part takes its keys and no others. `Keys.view` takes them of the whole config, whose messages have their full names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ..flags import UsageError
 from .keys import Keys, Tree
+from .run_words import PACKAGED
 from .translation import Default, Dialect, Translation
 from .verl_batches import set_batches, set_length, set_micro_batches, set_schedule
 from .verl_data import set_data, set_evaluation, set_lengths, set_run
@@ -26,7 +27,6 @@ from .verl_losses import set_algorithm, set_critic_warmup, set_kl, set_policy_lo
 from .verl_roles import policy_layout, set_critic, set_engine, set_policy, set_processes, set_reference
 from .verl_task_rows import ROWS
 
-PACKAGED = ("ppo_trainer", "ppo_megatron_trainer")  # configs within verl, whose values are its defaults
 DECAY = "actor_rollout_ref.actor.optim.lr_decay_style"
 # Keys and tables that only one system has. The last three are in some versions of siiRL, too.
 SIIRL_ONLY = (
@@ -118,7 +118,7 @@ def system_of(tree: Tree, file: str) -> str:
     )
 
 
-def _has(tree: object, names: list[str]) -> bool:
+def _has(tree: object, names: Sequence[str]) -> bool:
     if not names:
         return True
     return isinstance(tree, Mapping) and names[0] in tree and _has(tree[names[0]], names[1:])

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..flags import Scalar
 from .keys import Keys
 from .translation import Translation
 from .verl_batches import NEVER, Generation
@@ -51,8 +52,8 @@ def set_data(keys: Keys, translation: Translation) -> bool:
         ("train_files", "train_max_samples", "dataset"),
         ("val_files", "val_max_samples", "val_dataset"),
     ):
-        files = [str(path).strip() for item in data.items(name) for path in _paths(item)]
-        files = [path for path in files if path]
+        paths = [str(path).strip() for item in data.items(name) for path in _paths(item)]
+        files: list[Scalar] = [path for path in paths if path]
         count = data.integer(samples, -1)
         source = data.source(name)
         if count >= 0 and len(files) > 1:
@@ -94,7 +95,7 @@ def _set_mixture(data: Keys, translation: Translation) -> None:
     strategy = data.text("mix_strategy", "concat")
     if strategy not in ("concat", *strategies):
         translation.refuse(data, "mix_strategy", f"choose one of concat, {', '.join(strategies)}")
-    probabilities = [float(part) for item in data.items("interleave_probs") for part in _paths(item)]
+    probabilities: list[Scalar] = [float(part) for item in data.items("interleave_probs") for part in _paths(item)]
     if strategy in strategies and probabilities:
         translation.set("interleave_prob", probabilities, data.source("interleave_probs"))
         translation.set("stopping_strategy", strategies[strategy], data.source("mix_strategy"))
@@ -147,8 +148,8 @@ def set_run(keys: Keys, translation: Translation) -> None:
     """Set reporters, names of the run, logs of completions, resuming and the contents of checkpoints."""
     trainer = keys.view("trainer")
     loggers = [str(name) for name in trainer.items("logger")]
-    reporters = [name for name in loggers if name != "console"]
-    unknown = [name for name in reporters if name not in LOGGERS]
+    reporters: list[Scalar] = [name for name in loggers if name != "console"]
+    unknown = [name for name in loggers if name not in ("console", *LOGGERS)]
     if unknown:
         translation.refuse(
             trainer, "logger", f"no reporter {', '.join(unknown)}. Choose of console, {', '.join(LOGGERS)}"

@@ -1,6 +1,6 @@
 """Algorithm of verl's tree: advantages, KL divergence, policy loss and rewards."""
 
-from ..flags import OptionValue
+from ..flags import OptionValue, Scalar
 from .keys import Keys
 from .translation import Translation
 
@@ -270,7 +270,8 @@ def set_rewards(keys: Keys, translation: Translation, *, completion_length: int)
         translation.refuse(
             reward, "reward_manager", "not supported. Set naive or dapo, or write a reward (docs/grpo.md)"
         )
-    functions, weights = ["by_source"], [1.0]
+    functions: list[Scalar] = ["by_source"]
+    weights: list[Scalar] = [1.0]
     source = translation.source(reward, "reward_manager")
     for table in OVERLONG:
         names = [f"{table}.{name}" for name in ("len", "penalty_factor")]
