@@ -3,6 +3,7 @@
 from ..flags import OptionValue, Scalar
 from .keys import Keys
 from .translation import Translation
+from .verl_batches import Generation
 
 ACTOR = "actor_rollout_ref.actor"
 # adv_estimator -> flags of GRPO
@@ -72,12 +73,13 @@ def _set_warmup(keys: Keys, translation: Translation, *, has_critic: bool) -> No
         translation.ignore(keys, "trainer.critic_warmup", "there is no critic without algorithm.adv_estimator gae")
 
 
-def set_critic_warmup(keys: Keys, translation: Translation, steps: int, text: str) -> None:
-    """Set the steps in which the critic alone learns. The policy learns from generation `critic_warmup` on."""
-    generations = keys.integer("trainer.critic_warmup", 0) - 1
+def set_critic_warmup(keys: Keys, translation: Translation, generation: Generation, *, first: int) -> None:
+    """Set the steps in which the critic alone learns: before generation `critic_warmup`, counted from `first`."""
+    key = "trainer.critic_warmup"
+    generations = keys.integer(key, 0) - first
     if generations > 0:
-        source = f"{keys.source('trainer.critic_warmup')} less the first generation that trains the policy, x {text}"
-        translation.set("critic_warmup", generations * steps, source)
+        start = f"{keys.source(key)} less {first}" if first else keys.source(key)
+        translation.set("critic_warmup", generations * generation.steps, f"{start} generations x {generation.text}")
 
 
 def _set_groups(keys: Keys, translation: Translation) -> None:

@@ -268,7 +268,11 @@ TRAINER = (
     computed("save_freq", "save_steps", text="generations: x steps of a generation; -1, and left out: the last alone"),
     computed("test_freq", "eval_steps", text="generations: x steps of a generation; -1, and left out: never"),
     computed("val_before_train", "eval_on_start", text="left out true"),
-    computed("critic_warmup", "critic_warmup", text="with gae; generations but one: x steps of a generation"),
+    computed(
+        "critic_warmup",
+        "critic_warmup",
+        text="with gae; generations before it (verl counts from 1, siiRL from 0) x steps of a generation",
+    ),
     computed("resume_mode", "resume_from_checkpoint", text="auto (left out); disable, off: none; resume_path"),
     computed("resume_from_path", "resume_from_checkpoint", text="with resume_mode resume_path"),
     computed("logger", "report_to", text="but console, which is always there"),
