@@ -102,15 +102,18 @@ def _set_recomputation(keys: Keys, translation: Translation) -> None:
             continue
         source = keys.source(key) if key in keys else f"beside {keys.source('recompute_granularity')}"
         translation.set(key, keys.take(key, default), source)
-    if keys.boolean("moe_layer_recompute", False):
-        modules = keys.items("recompute_modules")
-        source = keys.source("moe_layer_recompute")
+    key = "moe_layer_recompute"
+    if keys.boolean(key, False):
         if granularity == "full":
-            translation.ignore(keys, "moe_layer_recompute", "whole layers are recomputed")
+            translation.ignore(keys, key, "whole layers are recomputed")
             return
+        source = keys.source(key)
         if granularity is None:
             translation.set("recompute_granularity", "selective", source)
-        translation.set("recompute_modules", [*modules, *([] if "moe" in modules else ["moe"])], source)
+        modules = [name for name in keys.items("recompute_modules") if name != "moe"]
+        if modules:
+            source += f", {keys.source('recompute_modules')}"
+        translation.set("recompute_modules", [*modules, "moe"], source)
 
 
 def _set_lora(keys: Keys, translation: Translation) -> None:

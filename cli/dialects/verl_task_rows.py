@@ -271,7 +271,7 @@ TRAINER = (
     computed(
         "critic_warmup",
         "critic_warmup",
-        text="with gae; generations before it (verl counts from 1, siiRL from 0) x steps of a generation",
+        text="with gae; generations before this one (verl: from 1, siiRL: from 0) x steps",
     ),
     computed("resume_mode", "resume_from_checkpoint", text="auto (left out); disable, off: none; resume_path"),
     computed("resume_from_path", "resume_from_checkpoint", text="with resume_mode resume_path"),
