@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from ..flags import OptionValue, UsageError, show
+from .hydra_defaults import with_defaults
 
 type Tree = dict[str, Any]
 
@@ -33,6 +34,8 @@ def read_tree(path: str | None, overrides: list[str]) -> tuple[Tree, list[str]]:
             raise UsageError(f"{path}: no such file. Fix the path.")
         try:
             config = OmegaConf.load(file)
+            if OmegaConf.is_dict(config):
+                config = with_defaults(config, file.parent)
         except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
             raise UsageError(f"{path}: cannot be read: {error}") from None
         if not OmegaConf.is_dict(config):

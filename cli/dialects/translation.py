@@ -24,6 +24,7 @@ class Translation:
     notes: list[str] = field(default_factory=list)  # "KEY VALUE: ..."
     needless: dict[str, str] = field(default_factory=dict)  # key -> reason
     refused: list[str] = field(default_factory=list)  # "KEY VALUE: problem. Fix"
+    needed_flags: dict[str, str] = field(default_factory=dict)  # flag -> what is refused without it on the line
 
     def set(self, flag: str, value: OptionValue, source: str) -> None:
         """Set a flag. source: keys and arithmetic, such as "run.yaml: data.batch_size 16 x rollout.n 8".

@@ -73,7 +73,7 @@ def set_policy(keys: Keys, translation: Translation, *, sequence_parallel: bool)
         translation.set("sequence_parallel", is_sequence_parallel, source)
     elif key in keys and is_sequence_parallel:
         translation.note(keys, key, "needs tensor_model_parallel_size above 1, and changes no number without it")
-    _set_recomputation(keys.view(f"{POLICY}.override_transformer_config"), translation)
+    set_recomputation(keys.view(f"{POLICY}.override_transformer_config"), translation)
     for names, flag in (
         (("param_offload", "grad_offload"), "offload_model"),
         (("optimizer_offload",), "offload_optimizer"),
@@ -93,7 +93,8 @@ def set_policy(keys: Keys, translation: Translation, *, sequence_parallel: bool)
     _set_lora(keys.view(MODEL), translation)
 
 
-def _set_recomputation(keys: Keys, translation: Translation) -> None:
+def set_recomputation(keys: Keys, translation: Translation) -> None:
+    """Set how whole layers, or modules, are recomputed. keys: a view of the table of these."""
     granularity = keys.peek("recompute_granularity")
     for key, default in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):
         if granularity != "full":
@@ -110,7 +111,8 @@ def _set_recomputation(keys: Keys, translation: Translation) -> None:
         source = keys.source(key)
         if granularity is None:
             translation.set("recompute_granularity", "selective", source)
-        modules = [name for name in keys.items("recompute_modules") if name != "moe"]
+        names = [name for item in keys.items("recompute_modules") for name in str(item).split(",")]
+        modules = [name for name in names if name != "moe"]
         if modules:
             source += f", {keys.source('recompute_modules')}"
         translation.set("recompute_modules", [*modules, "moe"], source)
