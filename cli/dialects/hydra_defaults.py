@@ -15,10 +15,11 @@ def with_defaults(config: Any, folder: Path, depth: int = 0) -> Any:
     """
     from omegaconf import OmegaConf
 
-    items = config.get("defaults") if "defaults" in config else None
+    items: Any = config.get("defaults")
     if not OmegaConf.is_list(items) or depth == DEEPEST:
         return config
-    base, others = OmegaConf.create(), []
+    base: Any = OmegaConf.create()
+    others = []
     for item in items:
         name, _, package = str(item).partition("@")
         file = folder / f"{name}.yaml"
@@ -31,7 +32,7 @@ def with_defaults(config: Any, folder: Path, depth: int = 0) -> Any:
         else:
             others.append(item)
     del config["defaults"]
-    result = OmegaConf.merge(base, config)
+    result: Any = OmegaConf.merge(base, config)
     if others:
         result["defaults"] = others
     return result

@@ -13,6 +13,7 @@ from .hydra_defaults import with_defaults
 type Tree = dict[str, Any]
 
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s+~-][^=\s]*?)(?:=(?P<value>.*))?", re.DOTALL)
+LONGEST = 200  # letters of a value in a message
 INDEX = re.compile(r"\[\d+\]")
 
 
@@ -137,7 +138,8 @@ class Keys:
     def shown(self, key: str) -> str:
         """Return a key with its value, as the beginning of a message."""
         key = self.full(key)
-        return f"{key} {show(self._leaves.get(key))}".rstrip()
+        value = " ".join(show(self._leaves.get(key)).split())
+        return f"{key} {value if len(value) <= LONGEST else f'{value[:LONGEST]}...'}".rstrip()
 
     def under(self, prefix: str) -> list[str]:
         """Return the keys of a table, or of the tables of a list."""

@@ -123,7 +123,10 @@ def _set_judge(view: Keys, translation: Translation, *, is_judge: bool) -> None:
 
 
 def set_domains(keys: Keys, translation: Translation, role: str, domains: list[str]) -> None:
-    """Set the share of each domain in a generation: the probability of the file that is named as the domain."""
+    """Set the share of each domain in a generation: the probability of the file that is named as the domain.
+
+    domains: those with rewards; []: any
+    """
     key = f"{role}.data_args.domain_interleave_probs"
     shares = {name: keys.number(f"{key}.{name}", 0.0) for name in keys.names(key)}
     for name in shares:
@@ -153,6 +156,12 @@ def set_domains(keys: Keys, translation: Translation, role: str, domains: list[s
     )
     translation.set("interleave_prob", [round(share / total, 12) for share in shares_of_files], source)
     translation.set("stopping_strategy", "all_exhausted", f"{keys.source(key)}: each domain begins anew at its end")
+
+
+def ignore_domains(keys: Keys, translation: Translation, role: str) -> None:
+    """Take the shares of domains in a pipeline that does not read them."""
+    for key in keys.under(f"{role}.data_args.domain_interleave_probs"):
+        translation.ignore(keys, key, "read with rewards alone")
 
 
 def _is_of(path: str, domain: str, tags: list[str]) -> bool:

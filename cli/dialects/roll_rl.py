@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from ..flags import Scalar
 from .keys import Keys
 from .roll_roles import Step
 from .translation import Translation
@@ -20,6 +21,9 @@ ADVANTAGES: dict[tuple[str, str | None, str | None], dict[str, str | bool]] = {
     ("gae", None, None): {},
     ("gae", "running", "running"): {"normalize_rewards": True},
 }
+
+
+GROUP: tuple[str | None, ...] = ("group", "group")
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ def _set_advantages(keys: Keys, translation: Translation, generation: Generation
         for name in names:
             if name in keys:
                 translation.ignore(keys, name, "group, whatever it is, with adv_estimator grpo")
-        norms = ["group", "group"]
+        norms = [*GROUP]
     source = ", ".join(translation.source(keys, name) for name in names if name in keys)
     flags = ADVANTAGES.get((estimator, norms[0], norms[1]))
     if flags is None and estimator in ("reinforce", "gae"):
@@ -190,7 +194,7 @@ def _set_reward_clip(keys: Keys, translation: Translation, generation: Generatio
         translation.set("reward_clip", bound, keys.source("reward_clip"))
         return
     n = generation.completions
-    largest = (n - 1) / math.sqrt(n) if norms == ["group", "group"] else 2.0
+    largest = (n - 1) / math.sqrt(n) if tuple(norms) == GROUP else 2.0
     if norms[1] != "batch" and bound >= largest:
         translation.ignore(keys, "reward_clip", f"scaled rewards of a group of {n} are within {largest:.3g}")
     else:
@@ -264,7 +268,7 @@ def _set_masks(keys: Keys, translation: Translation, generation: Generation) -> 
     low, high = (f"difficulty_{name}_threshold" for name in ("low", "high"))
     is_masked = keys.boolean("difficulty_mask", False) and generation.completions > 1
     if is_masked:
-        bounds = [keys.number(low, 0.0), keys.number(high, 1.0)]
+        bounds: list[Scalar] = [keys.number(low, 0.0), keys.number(high, 1.0)]
         source = ", ".join(translation.source(keys, key) for key in (low, high))
         translation.set("difficulty_range", bounds, source)
         return

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..flags import OptionValue, show
+from ..flags import OptionValue, Scalar, show
 from .keys import Keys
 from .placement import MappingError, Placement, differing_roles, parse_devices, place
 from .roll_rows import CRITIC_ALIKE, DTYPES, LORA, SCHEDULES, VLLM_FIELDS, VLLM_FLAGS
@@ -31,7 +31,7 @@ class Step:
     text: str  # arithmetic of the batch, for sources
 
 
-def split_names(value: object) -> list[str]:
+def split_names(value: object) -> list[Scalar]:
     """Return names that are a list, or text divided by commas."""
     items = value if isinstance(value, list) else [value]
     return [name.strip() for item in items for name in str(item).split(",") if name.strip()]
@@ -200,7 +200,7 @@ def _set_lora(keys: Keys, translation: Translation) -> None:
     if isinstance(target, str) and any(character in target for character in "*$|("):
         translation.set("target_regex", target, source)
     else:
-        names = ["all-linear" if name == "all" else name for name in split_names(target)]
+        names: list[Scalar] = ["all-linear" if name == "all" else name for name in split_names(target)]
         translation.set("target_modules", names, source)
     rank = keys.integer("model_args.lora_rank", 8)
     translation.set("lora_rank", rank, translation.source(keys, "model_args.lora_rank"))

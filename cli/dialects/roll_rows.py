@@ -29,7 +29,7 @@ SAME_SETTINGS = (
     *(name for name in TRANSFORMER_FLAGS if name != "recompute_modules"), *SIZES,
     "virtual_pipeline_model_parallel_size", "use_distributed_optimizer", "overlap_grad_reduce",
     "overlap_param_gather", "accumulate_allreduce_grads_in_fp32", "transformer_impl", "optimizer",
-    "optimizer_cpu_offload", "moe_permute_fusion",
+    "optimizer_cpu_offload",
 )  # fmt: skip
 RENAMED_SETTINGS = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",

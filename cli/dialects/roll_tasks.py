@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .keys import Keys
+from .keys import Keys, general
 from .roll_data import set_columns, set_data, set_evaluation, set_teacher_model
-from .roll_rewards import set_domains, set_rewards
+from .roll_rewards import ignore_domains, set_domains, set_rewards
 from .roll_rl import (
     Generation,
     set_algorithm,
@@ -17,7 +17,8 @@ from .roll_rl import (
     set_sampling,
 )
 from .roll_roles import set_critic, set_engine, set_frozen, set_placement, set_step, set_trained
-from .translation import Translation
+from .roll_task_rows import REWARDS
+from .translation import Translation, find_row
 
 OBJECTIVES = {"forward_kl": 0.0, "js_divergence": 0.5, "reverse_kl": 1.0}  # kd_objective -> --beta
 ONE_STEP = Generation(1, 1)
@@ -137,6 +138,7 @@ def translate_sft(keys: Keys, translation: Translation, pipeline: Pipeline) -> N
     _set_sequence_length(keys, translation)
     _set_epochs(keys, translation, role)
     set_data(keys, translation, role)
+    ignore_domains(keys, translation, role)
     for flag in ("dataset_shuffle", "train_dataloader_shuffle"):
         translation.set(flag, False, "ROLL's SFT pipeline does not shuffle")
     names = {"system_key": "system", "prompt_key": "instruction", "query_key": "input", "response_key": "output"}
@@ -163,6 +165,7 @@ def translate_dpo(keys: Keys, translation: Translation, pipeline: Pipeline) -> N
     set_length(keys, translation, ONE_STEP)
     _note_epochs(keys, translation, role)
     set_data(keys, translation, role)
+    ignore_domains(keys, translation, role)
     set_columns(keys, translation, {"chosen_key": "chosen", "rejected_key": "rejected"}, {"instruction": "prompt"})
     set_evaluation(keys, translation, ONE_STEP)
 
@@ -184,6 +187,7 @@ def translate_distillation(keys: Keys, translation: Translation, pipeline: Pipel
     _set_epochs(keys, translation, role)
     _set_divergence(keys, translation)
     set_data(keys, translation, role)
+    ignore_domains(keys, translation, role)
     set_columns(keys, translation, {"question_key": "question", "answer_key": "answer"})
     set_evaluation(keys, translation, ONE_STEP)
 
@@ -270,8 +274,10 @@ def _ignore_policy_loss(keys: Keys, translation: Translation) -> None:
             translation.ignore(keys, key, why)
         else:
             translation.refuse(keys, key, f"{why}, which has none. Remove it")
+    rows = {row.key: row for row in REWARDS}
     for key in keys.under("rewards"):
-        translation.ignore(keys, key, "pure distillation logs rewards, and learns nothing from them")
+        if find_row(general(key), rows):
+            translation.ignore(keys, key, "pure distillation logs rewards, and learns nothing from them")
 
 
 def _note_epochs(keys: Keys, translation: Translation, role: str) -> None:

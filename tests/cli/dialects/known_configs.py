@@ -8,6 +8,7 @@ is the one that single keys are added to. DIALECT-tiny.* is run by the tests tha
 import copy
 import os
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,9 @@ def words_of(path: Path, name: str) -> list[str]:
     return [module, str(path)] if module else [str(path)]
 
 
+@cache
 def tree_of(path: Path, name: str) -> tuple[Tree, RunWords, list[str]]:
-    """Return a config's tree and words, and the problems of its values."""
+    """Return a config's tree and words, and the problems of its values. Nobody changes them."""
     words = read_words(words_of(path, name))
     tree, problems = read_tree(words.file, words.overrides)
     return tree, words, problems

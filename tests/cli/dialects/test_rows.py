@@ -17,6 +17,7 @@ TRAINING = ("pt", "sft", "rlhf")
 # Flags of rows of which a clone that is merged later has the options.
 LATER = {
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
+    "rollout_num_gpus",
 }  # fmt: skip
 
 

@@ -34,6 +34,8 @@ def test_each_key_misspelled(path: Path, name: str) -> None:
     rows = rows_of(load_dialect(name))
     wrong = []
     for key, value in leaves(tree):
+        if key.endswith("."):
+            continue  # a name of a sign alone
         other = misspelled(key)
         row = row_for(general(other), rows)
         if row is not None and "*" in row.key:
