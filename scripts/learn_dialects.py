@@ -3,8 +3,8 @@
     python scripts/learn_dialects.py [--only verl siirl ...] [--folder megatron_output/learn-dialects]
 
 The task is that of learn_rl.py: a small Qwen3 that answers a fifth of its sums rightly. Each config of RUNS, in the
-words of its system, and the flags written beside it train it for a few steps. It fails unless the rewards, losses and
-gradient norms of every step are equal to the last digit. A system is added by an entry in RUNS.
+words of its system, and the flags written beside it train it for five generations. It fails unless the rewards, losses
+and gradient norms of every step are equal to the last digit. A system is added by an entry in RUNS.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from learn import make_model
 from learn_rl import BIN, megatron, write_sums
 
-STEPS = 5
+GENERATIONS = 5
 NUMBERS = ("reward", "loss", "grad_norm", "learning_rate", "critic/loss", "values/mean")
 LOGGED = "--logging_steps 1 --dataloader_num_workers 0 --no_save_optim true"
 
@@ -46,7 +46,7 @@ actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2
 actor_rollout_ref.actor.optim.lr=3e-3 actor_rollout_ref.actor.optim.lr_warmup_steps=1
 actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01
 actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=8
-trainer.n_gpus_per_node=2 trainer.total_training_steps=3 trainer.resume_mode=disable
+trainer.n_gpus_per_node=2 trainer.total_training_steps=5 trainer.resume_mode=disable
 """
 SIIRL = """
 siirl.main_dag
@@ -71,7 +71,7 @@ RUNS = {
         VERL,
         COMMON + "--rlhf_type grpo --num_generations 8 --global_batch_size 128 --steps_per_generation 2 "
         "--micro_batch_size 32 --pipeline_model_parallel_size 2 --lr 3e-3 --lr_warmup_iters 2 "
-        "--lr_decay_style constant --beta 0.01 --train_iters 6",
+        "--lr_decay_style constant --beta 0.01 --train_iters 10",
         processes=2,
     ),
     "siirl": DialectRun(
@@ -110,7 +110,7 @@ def train(folder: Path, words: list[str], output: str, processes: int | None) ->
     if process.returncode:
         raise SystemExit(process.stdout[-3000:] + process.stderr[-5000:])
     rows = [json.loads(line) for line in (folder / output / "logging.jsonl").read_text().splitlines()]
-    return [{name: row[name] for name in NUMBERS if name in row} for row in rows if "reward" in row]
+    return [{name: row[name] for name in NUMBERS if name in row} for row in rows if "loss" in row]
 
 
 def main(folder: Path, names: list[str]) -> int:
@@ -133,11 +133,12 @@ def main(folder: Path, names: list[str]) -> int:
         theirs = train(folder, ["run", *run.words.replace("{base}", base).split()], name, None)
         flags = f"rlhf --model {base} {run.flags}".split()
         ours = train(folder, flags, f"{name}-flags", run.processes)
-        is_equal = theirs[:STEPS] == ours[:STEPS] and len(theirs) >= STEPS
+        rewards = [step["reward"] for step in theirs if "reward" in step]  # of each generation
+        is_equal = theirs == ours and len(rewards) == GENERATIONS
         is_good = is_good and is_equal
-        rewards = " ".join(f"{step['reward']:.4f}" for step in theirs[:STEPS])
-        table.append(f"{name:<12}{rewards}{'' if is_equal else f'  WRONG: {ours[:STEPS]}, here {theirs[:STEPS]}'}")
-    print(f"\n{'':<12}rewards of the first steps, by the config as by flags", *table, sep="\n")
+        text = " ".join(f"{reward:.4f}" for reward in rewards)
+        table.append(f"{name:<12}{text}{'' if is_equal else f'  WRONG: by flags {ours}, by the config {theirs}'}")
+    print(f"\n{'':<12}rewards of the generations, by the config as by flags", *table, sep="\n")
     return 0 if is_good else 1
 
 

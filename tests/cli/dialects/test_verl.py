@@ -80,6 +80,10 @@ def flags(*words: str, system: str = "verl") -> dict[str, Any]:
         ),
         (("data.shuffle=false",), {"train_dataloader_shuffle": False, "dataset_shuffle": False}),
         (("trainer.logger=[console]",), {"report_to": ["none"]}),
+        (
+            ("custom_reward_function.path=r.py",),
+            {"external_plugins": ["r.py"], "reward_funcs": ["compute_score"]},
+        ),
         (("reward_model.enable=true", "reward_model.model.path=rm"), {"reward_model": "rm", "reward_funcs": None}),
     ],
 )
@@ -100,7 +104,7 @@ def test_arithmetic(words: tuple[str, ...], expected: dict[str, Any]) -> None:
         (f"{ACTOR}.kl_loss_type=full", "choose one of low_var_kl"),
         (f"{ACTOR}.policy_loss.loss_mode=clip_cov", "not supported. Choose one of vanilla"),
         ("algorithm.adv_estimator=remax", "not supported. Choose one of gae"),
-        ("custom_reward_function.path=r.py", "Write it as a reward of --external_plugins"),
+        ("custom_reward_function.reward_kwargs.a=1", "Write it as a reward of --external_plugins"),
         ("data.truncation=right", "would cut off a part of the question"),
         ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),
         ("trainer.logger=[console,clearml]", "no reporter clearml"),
