@@ -7,13 +7,12 @@ from pathlib import Path
 
 from .dialects.run import DIALECTS, load_dialect
 from .dialects.table import Row
-from .dialects.translation import Dialect
 from .flags import OptionValue, show
 from .flags_doc import markdown_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "dialects.md"
 HEADINGS = ("key", "becomes", "")
-# Sections, by the dialects with the same rows.
+# Sections.
 TITLES = {
     "verl": "verl and siiRL",
     "trinity": "Trinity-RFT",
@@ -21,6 +20,7 @@ TITLES = {
     "oumi": "Oumi",
 }
 
+SAME_ROWS = {"verl": ("siirl",)}
 # system, its command, and ours
 COMMANDS = (
     ("verl", "python3 -m verl.trainer.main_ppo a.b=c ...", "megatron run verl.trainer.main_ppo a.b=c ..."),
@@ -81,7 +81,7 @@ def _section(name: str) -> Iterator[str]:
     dialect = load_dialect(name)
     yield f"## {TITLES[name]}\n"
     if dialect.defaults:
-        yield from _defaults(dialect)
+        yield from _defaults((name, *SAME_ROWS.get(name, ())))
     for root, rows in itertools.groupby(sorted(dialect.rows, key=_order), key=_root):
         yield f"### {root or 'Others'}\n"
         yield from markdown_table(HEADINGS, _cells(root, list(rows)))
@@ -99,12 +99,19 @@ def _order(row: Row) -> tuple[bool, str]:
     return not _root(row), _root(row)
 
 
-def _defaults(dialect: Dialect) -> Iterator[str]:
+def _defaults(names: tuple[str, ...]) -> Iterator[str]:
+    """Yield a table of the defaults of systems with the same rows."""
+    dialects = [load_dialect(name) for name in names]
     yield "Defaults that are written out:\n"
-    yield from markdown_table(
-        ("flag", "value", "default of"),
-        ((f"`--{flag}`", f"`{show(default.value)}`", default.key) for flag, default in dialect.defaults.items()),
-    )
+    rows = []
+    for flag, default in dialects[0].defaults.items():
+        values = [f"`{show(default.value)}`"] + [
+            f"{other.name} `{show(other.defaults[flag].value)}`"
+            for other in dialects[1:]
+            if other.defaults[flag].value != default.value
+        ]
+        rows.append((f"`--{flag}`", ", ".join(values), f"`{default.key}`"))
+    yield from markdown_table(("flag", "value", "default of"), rows)
 
 
 def _cells(root: str, rows: list[Row]) -> Iterator[tuple[str, str, str]]:

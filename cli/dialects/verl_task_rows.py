@@ -14,7 +14,7 @@ ROLLOUT = (
         "name",
         "use_vllm",
         "vllm_mode",
-        text="vllm: in the training processes; hf: transformers; sglang: as vllm, noted",
+        text="vllm: in the training processes; hf: transformers; sglang, trtllm: as vllm, noted",
     ),
     computed("n", "num_generations", text="left out 1"),
     computed("prompt_length", text="data.max_prompt_length; another number is refused"),
@@ -75,9 +75,7 @@ ROLLOUT = (
     only("over_sample_rate", 0, fix="All completions of a generation are waited for. Remove it"),
     only("skip_rollout", False, fix="Remove it"),
     only("quantization", False, fix="The engine has the policy's type. Remove it"),
-    only(
-        "enable_rollout_routing_replay", False, fix="Set actor.router_replay.mode=R3, which asks the engine by itself"
-    ),
+    computed("enable_rollout_routing_replay", "router_replay_mode", text="true: R3"),
     only("limit_images", fix="GRPO trains text alone"),
     needless("skip_dump_dir", "read with skip_rollout alone"),
     needless("trace.**", "completions are written by --log_completions true"),
