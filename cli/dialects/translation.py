@@ -92,7 +92,7 @@ def translate(dialect: Dialect, keys: Keys) -> Translation:
             translation.refuse(keys, key, _unknown(general(key), rows))
         else:
             _apply(row, key, keys, translation)
-    translation.refused += [problem for problem in keys.problems if problem not in translation.refused]
+    translation.refused += [text for text in dict.fromkeys(keys.problems) if text not in translation.refused]
     for flag, default in dialect.defaults.items():
         if flag not in translation.flags:
             translation.set(flag, default.value, f"{dialect.name}'s default of {default.key}")
