@@ -118,7 +118,9 @@ class ForeignConfig:
             if translation.nodes > 1:
                 lines.append(f"  NNODES: {translation.nodes}  # on each node, with NODE_RANK and MASTER_ADDR")
         for name, value in translation.flags.items():
-            text = yaml.safe_dump({name: value}, default_flow_style=True, width=sys.maxsize, allow_unicode=True)
+            text = yaml.safe_dump(
+                {name: value}, default_flow_style=True, width=sys.maxsize, allow_unicode=True, sort_keys=False
+            )
             lines.append(f"{text.strip()[1:-1]}  # {' '.join(translation.sources[name].split())}")
         return "\n".join(lines) + "\n"
 
