@@ -82,9 +82,12 @@ def _section(name: str) -> Iterator[str]:
     yield f"## {TITLES[name]}\n"
     if dialect.defaults:
         yield from _defaults((name, *SAME_ROWS.get(name, ())))
+    tables: dict[tuple[tuple[str, str, str], ...], list[str]] = {}  # several roles may have the same keys
     for root, rows in itertools.groupby(sorted(dialect.rows, key=_order), key=_root):
-        yield f"### {root or 'Others'}\n"
-        yield from markdown_table(HEADINGS, _cells(root, list(rows)))
+        tables.setdefault(tuple(_cells(root, list(rows))), []).append(root or "Others")
+    for cells, roots in tables.items():
+        yield f"### {', '.join(roots)}\n"
+        yield from markdown_table(HEADINGS, cells)
 
 
 def _root(row: Row) -> str:

@@ -62,6 +62,43 @@ critic.optim.lr=1e-3 critic.megatron.pipeline_model_parallel_size=2
 trainer.n_gpus_per_node=2 trainer.total_training_steps=5 trainer.critic_warmup=2 trainer.resume_mode=off
 dag.enable_perf=False
 """
+ROLL = """
+pretrain: {base}
+num_gpus_per_node: 2
+max_steps: 5
+rollout_batch_size: 32
+num_return_sequences_in_group: 8
+prompt_length: 16
+response_length: 3
+adv_estimator: reinforce
+whiten_advantages: true
+advantage_clip: 2.0
+reward_clip: 10
+dual_clip_loss: true
+use_kl_loss: true
+kl_loss_coef: 0.01
+actor_train:
+  model_args: {dtype: fp32}
+  training_args: {learning_rate: 3.0e-3, lr_scheduler_type: constant, per_device_train_batch_size: 32,
+                  gradient_accumulation_steps: 2, warmup_steps: 2}
+  data_args: {template: native, file_name: sums.parquet, messages: prompt, domain_interleave_probs: {math_rule: 1.0}}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {recompute_granularity: full}
+  device_mapping: list(range(0,2))
+actor_infer:
+  generating_args: {temperature: 1.0, top_p: 1.0, top_k: -1, max_new_tokens: "${response_length}"}
+  strategy_args: {strategy_name: hf_infer}
+  device_mapping: list(range(0,1))
+reference:
+  model_args: {dtype: fp32}
+  strategy_args: {strategy_name: megatron_infer, strategy_config: {pipeline_model_parallel_size: 2}}
+  device_mapping: list(range(0,2))
+rewards:
+  math_rule:
+    worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker
+    tag_included: [math]
+"""
 COMMON = (
     "--dataset sums.parquet --reward_funcs by_source --use_vllm false --temperature 1 --max_length 16 "
     "--max_completion_length 3 --loss_type dapo --delta 3 --weight_decay 0.01 --adam_beta2 0.999 "
@@ -81,7 +118,17 @@ RUNS = {
         "--cliprange_value 0.5 --critic_pipeline_model_parallel_size 2 --critic_warmup 2 --train_iters 5",
         processes=2,
     ),
-}  # a config file: DialectRun("roll.yaml", FLAGS, 2, ("roll.yaml", TEXT))
+    "roll": DialectRun(
+        "roll.yaml",
+        "--dataset sums.parquet --reward_funcs by_source --use_vllm false --temperature 1 --max_length 16 "
+        "--max_completion_length 3 --rlhf_type grpo --advantage_estimator reinforce --whiten_advantages true "
+        "--advantage_clip 2 --reward_clip 10 --delta 1.4 --beta 0.01 --ref_pipeline_model_parallel_size 2 "
+        "--num_generations 8 --global_batch_size 128 --steps_per_generation 2 --micro_batch_size 32 --lr 3e-3 "
+        "--lr_warmup_iters 2 --lr_decay_style constant --weight_decay 0 --adam_beta2 0.999 --train_iters 10",
+        processes=2,
+        file=("roll.yaml", ROLL),
+    ),
+}
 
 
 def write_parquet(folder: Path) -> None:

@@ -16,6 +16,7 @@ RULES = {  # class of a worker -> rule of --reward_funcs by_source
 }
 DEFAULT_DOMAIN = "math_rule"  # of rows whose tag no domain includes
 JUDGE_PROMPTS = ("Qwen2.5-7B-Instruct-RLVR-prompt",)  # ask for YES or NO, as --judge_prompt does by default
+SHORTEST = 4  # letters of a tag's first word that may be anywhere in the name of a file
 RULE_KEYS = {  # keys of one rule -> (the rule, the only value, why)
     "reward_type": ("crossthinkqa", "soft", "Set soft"),
     "response_length_penalty_coef": ("crossthinkqa", 0, "Add --reward_funcs soft_overlong, and set 0"),
@@ -36,7 +37,8 @@ def set_rewards(keys: Keys, translation: Translation) -> list[str]:
         if rule and domain == DEFAULT_DOMAIN:
             rules["*"] = rule
     if not domains:
-        translation.refused.append("rewards: missing. Add the tables of one or more domains, such as math_rule")
+        text = "rewards: missing. Add the tables of one or more domains, such as math_rule, or set --reward_funcs"
+        translation.needed_flags["reward_funcs"] = text
         return domains
     default = rules.pop("*", None)
     if default:
@@ -129,9 +131,11 @@ def set_domains(keys: Keys, translation: Translation, role: str, domains: list[s
     """
     key = f"{role}.data_args.domain_interleave_probs"
     shares = {name: keys.number(f"{key}.{name}", 0.0) for name in keys.names(key)}
-    for name in shares:
-        if domains and name not in domains:
-            translation.refuse(keys, f"{key}.{name}", f"there is no rewards.{name}. Add it, or remove this")
+    unknown = [name for name in shares if domains and name not in domains]
+    for name in unknown:
+        translation.refuse(keys, f"{key}.{name}", f"there is no rewards.{name}. Add it, or remove this")
+    if unknown:
+        return
     files = translation.flags.get("dataset")
     paths = [str(path) for path in files] if isinstance(files, list) else []
     if len(shares) <= 1:
@@ -165,12 +169,16 @@ def ignore_domains(keys: Keys, translation: Translation, role: str) -> None:
 
 
 def _is_of(path: str, domain: str, tags: list[str]) -> bool:
-    """Return whether a file is named after a domain: its name, its first word, or one of its tags."""
-    name = _letters(PurePath(path).stem)
-    first = re.split(r"[^a-zA-Z]", domain)[0].lower()
-    words = [word for word in re.split(r"[^a-z0-9]+", PurePath(path).stem.lower()) if word]
-    return first in words or any(_letters(text) in name for text in (domain, *tags) if _letters(text))
+    """Return whether a file is named after a domain: its name or its first word, or one of its tags or their words."""
+    stem = PurePath(path).stem.lower()
+    name, words = _letters(stem), re.split(r"[^a-z0-9]+", stem)
+    texts = [domain, *tags, *(_first_word(tag) for tag in tags if len(_first_word(tag)) >= SHORTEST)]
+    return _first_word(domain) in words or any(_letters(text) in name for text in texts if _letters(text))
 
 
 def _letters(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _first_word(text: str) -> str:
+    return re.split(r"[^a-z]", text.lower())[0]

@@ -23,6 +23,7 @@ ADVANTAGES: dict[tuple[str, str | None, str | None], dict[str, str | bool]] = {
 }
 
 
+KL_KEYS = ("kl_loss_coef", "init_kl_coef", "kl_penalty", "target_kl", "kl_horizon")
 GROUP: tuple[str | None, ...] = ("group", "group")
 
 
@@ -205,18 +206,20 @@ def _set_reward_clip(keys: Keys, translation: Translation, generation: Generatio
 def _set_kl(keys: Keys, translation: Translation) -> None:
     in_loss, in_reward = keys.boolean("use_kl_loss", False), keys.boolean("add_token_level_kl", False)
     has_critic, is_plain = translation.flags["rlhf_type"] == "ppo", "advantage_estimator" in translation.flags
-    for key, switch, is_read in (
-        ("kl_loss_coef", "use_kl_loss", in_loss),
-        *((key, "add_token_level_kl", in_reward) for key in ("init_kl_coef", "kl_penalty", "target_kl", "kl_horizon")),
-    ):
+    for key in KL_KEYS:
+        is_read, switch = (in_loss, "use_kl_loss") if key == "kl_loss_coef" else (in_reward, "add_token_level_kl")
         if not is_read and key in keys:
             translation.ignore(keys, key, f"read with {switch} alone")
     if in_reward and in_loss:
-        translation.refuse(keys, "add_token_level_kl", "cannot be used with use_kl_loss true. Set one of them")
-        return
-    if in_reward and not (has_critic or is_plain):
+        text = "cannot be used with use_kl_loss true. Set one of them"
+    elif in_reward and not (has_critic or is_plain):
         text = "only with adv_estimator gae or reinforce, without norms of groups. Set false, and use_kl_loss=true"
+    else:
+        text = ""
+    if text:
         translation.refuse(keys, "add_token_level_kl", text)
+        for key in KL_KEYS:
+            keys.take(key)
         return
     key = "kl_loss_coef" if in_loss else "init_kl_coef"
     beta = keys.number(key, 0.0 if in_loss else 0.2) if in_loss or in_reward else 0.0

@@ -63,6 +63,7 @@ def set_placement(
     if own is None and f"{role}.device_mapping" not in keys:
         translation.refused.append(f"{role}.device_mapping: missing. Set it to the GPUs of training")
     engines = devices_of(keys, translation, engine) if engine else None
+    engines = engines if own else None  # nothing is known to be in them, or beside them
     try:
         placement = place(trained, engines, max(gpus, 1))
     except MappingError as error:
@@ -84,8 +85,8 @@ def set_step(keys: Keys, translation: Translation, role: str, processes: int) ->
     per_device, accumulation = f"{role}.training_args.per_device_train_batch_size", "gradient_accumulation_steps"
     micro = max(keys.integer(per_device, 8), 1)
     steps = max(keys.integer(f"{role}.training_args.{accumulation}", 1), 1)
-    devices = _count(keys, role, processes)
     product = layout.tensor * layout.pipeline * layout.context
+    devices = _count(keys, role, product)
     if devices % product:
         translation.refuse(
             keys, f"{role}.device_mapping",
@@ -253,7 +254,8 @@ def set_frozen(
     prefix, table = NAMES[role], f"{role}.{CONFIG}"
     dtype = f"{role}.model_args.dtype"
     if dtype in keys:
-        if keys.take(dtype) == (keys.peek(f"{trained}.model_args.dtype") or "bf16") or not is_used:
+        policys = keys.peek(f"{trained}.model_args.dtype") or "bf16"
+        if keys.take(dtype) == policys or policys not in DTYPES or not is_used:
             translation.ignore(keys, dtype, "as the trained model's")
         else:
             translation.refuse(keys, dtype, f"all models have {trained}.model_args.dtype. Remove it")
@@ -263,9 +265,9 @@ def set_frozen(
         translation.ignore(keys, chunks, "stages of a frozen model are not cut into chunks, with the same numbers")
     follows = not is_megatron(keys, role) or (f"{role}.{STRATEGY}" not in keys and not keys.under(table))
     for size in SIZES:
-        key, policys = f"{table}.{size}", number_at(keys, f"{trained}.{CONFIG}.{size}", 1)
+        key = f"{table}.{size}"
         value = keys.integer(key, 1)
-        if not is_used or follows or value == policys:
+        if not is_used or follows or value == number_at(keys, f"{trained}.{CONFIG}.{size}", 1):
             if key in keys:
                 translation.ignore(keys, key, "as the trained model's" if is_used else f"there is no {role}")
         elif has_flags:

@@ -9,19 +9,15 @@ from .verl_rows import SIZES, TRANSFORMER_FLAGS
 POLICYS = "as the trained model's, with the same numbers"
 FORWARD = "forward passes have the micro batches of training"
 FSDP = "a setting of FSDP or DeepSpeed; megatron-core trains, with the same numbers"
-WORKER_CLASSES = {  # role -> class of its worker, where the config does not say it
-    "actor_train": ("roll.pipeline.rlvr.actor_worker.ActorWorker", "roll.pipeline.dpo.actor_worker.ActorWorker"),
-    "student_train": ("roll.pipeline.rlvr.actor_worker.ActorWorker",),
-    "sft_train": ("roll.pipeline.sft.sft_worker.SFTWorker",),
-    "student": ("roll.pipeline.distill.distill_worker.StudentWorker",),
-    "teacher": (
-        "roll.pipeline.distill.distill_worker.TeacherWorker", "roll.pipeline.rlvr.actor_worker.ActorWorker",
-    ),
-    "reference": ("roll.pipeline.rlvr.actor_worker.ActorWorker", "roll.pipeline.dpo.actor_worker.ActorWorker"),
-    "critic": ("roll.pipeline.base_worker.CriticWorker",),
-    "actor_infer": ("roll.pipeline.base_worker.InferWorker",),
-    "student_infer": ("roll.pipeline.base_worker.InferWorker",),
-}  # fmt: skip
+TRAINED_CLASSES = (  # classes that train where the config names none
+    "roll.pipeline.rlvr.actor_worker.ActorWorker", "roll.pipeline.dpo.actor_worker.ActorWorker",
+    "roll.pipeline.sft.sft_worker.SFTWorker", "roll.pipeline.distill.distill_worker.StudentWorker",
+)  # fmt: skip
+FROZEN_CLASSES = (
+    *TRAINED_CLASSES[:2], "roll.pipeline.distill.distill_worker.TeacherWorker",
+    "roll.pipeline.base_worker.CriticWorker",
+)  # fmt: skip
+ENGINE_CLASS = "roll.pipeline.base_worker.InferWorker"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 # Megatron's settings with a flag of the same name.
@@ -180,7 +176,7 @@ def trained(role: str) -> list[Row]:
     return under(
         role,
         (
-            only("worker_cls", *WORKER_CLASSES[role], fix="Write rewards and schedulers as plugins (docs/grpo.md)"),
+            only("worker_cls", *TRAINED_CLASSES, fix="Write rewards and schedulers as plugins (docs/grpo.md)"),
             only("pg_variant", "ppo", fix="Set --loss_type cispo or another loss"),
             *PLACED, *MODEL, *STRATEGY, *SEQUENCES, *DATA,
             *(computed(key, flag, text=f"with lora_target; {text}") for key, (flag, text) in LORA.items()),
@@ -221,7 +217,7 @@ def frozen(role: str) -> list[Row]:
     return under(
         role,
         (
-            only("worker_cls", *WORKER_CLASSES[role], fix="Write rewards and schedulers as plugins (docs/grpo.md)"),
+            only("worker_cls", *FROZEN_CLASSES, fix="Write rewards and schedulers as plugins (docs/grpo.md)"),
             *PLACED, *MODEL, *STRATEGY, *PACKING_OF_FROZEN,
             computed("model_args.dtype", text="that of the trained model"),
             needless("num_gpus_per_worker", "ROLL sets it to 1"),
@@ -260,7 +256,7 @@ def engine(role: str) -> list[Row]:
     return under(
         role,
         (
-            only("worker_cls", *WORKER_CLASSES[role], fix="Write a scheduler (docs/grpo.md)"),
+            only("worker_cls", ENGINE_CLASS, fix="Write a scheduler (docs/grpo.md)"),
             *PLACED, *MODEL, *PACKING_OF_FROZEN,
             computed("strategy_args.strategy_name", "use_vllm", text="vllm; sglang: vLLM; hf_infer: transformers"),
             needless("strategy_args.strategy_config", "null is an empty table"),
