@@ -41,6 +41,7 @@ def results(tmp_path_factory):
         {"name": name, "model": str(model), "options": {"packing": True, "use_distributed_optimizer": True} | flags}
         for name, (flags, *_) in RUNS.items()
     ]
+    jobs.insert(0, jobs[0] | {"name": "first"})  # allocates what the process keeps
     [host] = [job for job in jobs if job["name"] == "host"]
     jobs.append(host | {"name": "lost", "loses_bucket": True})
     (folder / "jobs.json").write_text(json.dumps(jobs))
