@@ -104,12 +104,13 @@ def divide_layers(options: ParallelOptions, layers: int) -> list[int]:
     if inner < inner_stages * chunks or (inner % (inner_stages * chunks) if inner_stages else inner):
         chunk_flag = f", --virtual_pipeline_model_parallel_size {chunks}" if chunks > 1 else ""
         counted = f"{inner} of the model's {layers} layers"
+        instead = "--decoder_first_pipeline_num_layers or --decoder_last_pipeline_num_layers"
         if accounted:
             counted = f"the model's {layers} layers, {inner} with the {' and the '.join(accounted)},"
+            instead = f"--{LAYOUT} in their place"
         raise ValueError(
             f"--pipeline_model_parallel_size {stages}{chunk_flag}{flags}: {counted} cannot be split evenly over "
-            f"{inner_stages} stages of {chunks} chunk{'s' * (chunks > 1)}. Set sizes that divide, or set "
-            "--decoder_first_pipeline_num_layers or --decoder_last_pipeline_num_layers."
+            f"{inner_stages} stages of {chunks} chunk{'s' * (chunks > 1)}. Set sizes that divide, or set {instead}."
         )
     middle = inner // inner_stages if inner_stages else 0
     sizes = [middle] * stages

@@ -83,9 +83,8 @@ def role_layout[T: SftOptions](options: T, role: RoleName) -> T | None:
     if all(value == getattr(options.build, name) for name, value in sizes.items()):
         return None
     stages = sizes["pipeline_model_parallel_size"]
-    division: dict[str, object] = dict.fromkeys(
-        ("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage")
-    )
+    division: dict[str, Any] = {"virtual_pipeline_model_parallel_size": None}
+    division["microbatch_group_size_per_vp_stage"] = None
     if role == "ref" and stages == options.build.pipeline_model_parallel_size:
         division[LAYOUT] = merged_layout(options.build)
     else:  # its model may have another number of layers, its layout another number of stages

@@ -17,6 +17,7 @@ TP, SP, PP, CP = (
     "context_parallel_size",
 )
 VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 LAYOUT = "pipeline_model_parallel_layout"
 ACCOUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 ZERO = {"use_distributed_optimizer": True}
@@ -38,8 +39,9 @@ LAYOUTS = {
         "TP2 SP": {TP: 2, SP: True},
         "TP2 SP padded": {TP: 2, SP: True, "packing": False, "padding_free": False, "micro_batch_size": 3},
         "PP2": {PP: 2},
-        "PP2 uneven": {PP: 2, "decoder_first_pipeline_num_layers": 1},
+        "PP2 uneven": {PP: 2, FIRST: 1},
         "PP2 VPP2": {PP: 2, VPP: 2},
+        "PP2 VPP2 first and last": {PP: 2, VPP: 2, FIRST: 2, LAST: 2},
         "PP2 VPP3 embedding and loss as layers": {PP: 2, VPP: 3} | ACCOUNTED,  # first and last chunks without layers
         "PP2 embedding apart": {PP: 2, LAYOUT: "E|ttttL"},
         "PP2 loss apart": {PP: 2, LAYOUT: "Et*4|L"},

@@ -42,6 +42,7 @@ def documents(output: Output) -> dict[int, Counter]:
     [
         ("TP2", "PP2"),
         ("PP2 by letters", ""),
+        pytest.param("PP2 by letters", "PP2", marks=pytest.mark.long),
         pytest.param("DP2", "", marks=pytest.mark.long),
         pytest.param("EP2", "", marks=pytest.mark.long),
         pytest.param("PP2", "DP2", marks=pytest.mark.long),
