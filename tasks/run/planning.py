@@ -82,14 +82,13 @@ def role_layout[T: SftOptions](options: T, role: RoleName) -> T | None:
         sizes[f"{size}_parallel_size"] = getattr(options.build, f"{size}_parallel_size") if value is None else value
     if all(value == getattr(options.build, name) for name, value in sizes.items()):
         return None
-    stages = sizes["pipeline_model_parallel_size"]
-    division: dict[str, Any] = {"virtual_pipeline_model_parallel_size": None}
-    division["microbatch_group_size_per_vp_stage"] = None
-    if role == "ref" and stages == options.build.pipeline_model_parallel_size:
-        division[LAYOUT] = merged_layout(options.build)
+    one_chunk = dict.fromkeys(("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"))
+    if role == "ref" and sizes["pipeline_model_parallel_size"] == options.build.pipeline_model_parallel_size:
+        division = {LAYOUT: merged_layout(options.build)}
     else:  # its model may have another number of layers, its layout another number of stages
-        division |= dict.fromkeys((*UNEVEN, LAYOUT))
-    return with_flags(options, **sizes, **division, sequence_parallel=sizes["tensor_model_parallel_size"] > 1)
+        division = dict.fromkeys((*UNEVEN, LAYOUT))
+    has_tensor_parallelism = sizes["tensor_model_parallel_size"] > 1
+    return with_flags(options, **sizes, **one_chunk, **division, sequence_parallel=has_tensor_parallelism)
 
 
 def build_options(options: ExportOptions) -> BuildOptions:

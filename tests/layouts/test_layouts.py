@@ -58,6 +58,7 @@ LAYOUTS = {
         "TP2 CP2 SP": {TP: 2, CP: 2, SP: True},
         "PP2 VPP2 ZeRO-1": ZERO | {PP: 2, VPP: 2},
         "PP2 VPP2 ZeRO-1 overlapped": OVERLAP | {PP: 2, VPP: 2},
+        "PP2 VPP3 ZeRO-1 overlapped, embedding and loss as layers": OVERLAP | {PP: 2, VPP: 3} | ACCOUNTED,
         "PP2 ZeRO-1 overlapped": OVERLAP | {PP: 2},
         "PP4 embedding and loss apart": ZERO | {PP: 4, LAYOUT: "E|tt|tt|L"},
         "TP2 SP PP2 VPP2 layout": {TP: 2, SP: True, PP: 2, LAYOUT: "Et|(t|)*2tL"},
