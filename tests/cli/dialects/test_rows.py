@@ -123,6 +123,16 @@ def test_a_row(name: str, row: Row) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_no_value_of_a_computed_key_ends_in_a_traceback(name: str) -> None:
+    for path in (path for path, dialect in OWN.items() if dialect == name):
+        tree = tree_of(path, name)[0]
+        for row in load_dialect(name).rows:
+            if row.kind == "computed" or "size" in row.key:
+                for value in ("x", 0, [None]):
+                    translated(with_leaf(tree, concrete(row.key), value), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_flags_of_rows_exist(name: str) -> None:
     dialect = load_dialect(name)
     names = {flag for row in dialect.rows for flag in row.flags} | set(dialect.defaults)
