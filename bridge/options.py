@@ -221,6 +221,17 @@ class LayoutOptions:
     decoder_last_pipeline_num_layers: Annotated[
         int | None, "Layers of the last PP stage, for an uneven split.", "(0, inf)"
     ] = None
+    account_for_embedding_in_pipeline_split: Annotated[
+        bool, "Count the embedding as one of the layers that are split evenly: the first PP stage has one layer less."
+    ] = False
+    account_for_loss_in_pipeline_split: Annotated[
+        bool, "Count the output layer and the loss as one of these layers: the last PP stage has one layer less."
+    ] = False
+    pipeline_model_parallel_layout: Annotated[
+        str | None,
+        "What each stage has, in the model's order: E (embedding), t (a layer), L (output layer and loss), with | "
+        "between the PP x VPP stages, as in Et*3|(tt|)*2L.",
+    ] = None
     expert_model_parallel_size: Annotated[int, "EP: processes over which the experts are distributed.", "(0, inf)"] = 1
     expert_tensor_parallel_size: Annotated[
         int, "ETP: processes over which each expert's matrices are split.", "(0, inf)"

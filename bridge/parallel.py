@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from . import runtime
 from .options import STORE, ParallelOptions
+from .pipeline_layout import virtual_pipeline_size
 
 # Seconds by which collectives time out after the watchdog, which ends a hanging run with more information.
 WATCHDOG_MARGIN = 300
@@ -94,7 +95,7 @@ def _initialize_groups(options: ParallelOptions) -> None:
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
-        virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size(options),
         distributed_timeout_minutes=(options.ddp_timeout + WATCHDOG_MARGIN) // 60,
         create_gloo_process_groups=False,
     )

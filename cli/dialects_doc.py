@@ -50,8 +50,9 @@ megatron run countdown.yaml buffer.batch_size=32 model.model_path=Qwen/Qwen3-8B 
   project ([flags.md](flags.md)), which wins. `${{a.b}}` and `${{oc.env:NAME,default}}` are resolved.
 - The system is recognised by its root keys. A YAML file of verl's tree is verl's or siiRL's by keys that only one has;
   where a default that differs decides, name the system: `megatron run siirl.main_dag FILE.yaml`.
-- verl's `--config-path P --config-name N` is the file `P/N.yaml`; without such a file `ppo_megatron_trainer` and
-  `ppo_trainer` are verl's own configs, so its defaults hold.
+- verl's modules are `verl.trainer.main_ppo` and `recipe.dapo.main_dapo`. `--config-path P --config-name N` is the file
+  `P/N.yaml`; where there is none, `ppo_megatron_trainer`, `dapo_megatron_trainer` and their siblings without megatron
+  are verl's own configs, so its defaults hold.
 - Each key is followed, or noted, or refused by name, all at once: nothing is dropped silently. Noted are keys of
   placement (offload, engines, layouts of models that are not trained), which change no number. A key that changes a
   formula, a batch or a schedule is followed or refused.

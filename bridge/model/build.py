@@ -27,6 +27,7 @@ from ..mapping.local_params import decoder_layers
 from ..mapping.param_mapping import Architecture, Family, HfConfig
 from ..options import BuildOptions
 from ..parallel import current_groups
+from ..pipeline_layout import virtual_pipeline_size
 from .config import transformer_config
 from .kernel_selection import Kernels, choose_kernels
 from .model import Model
@@ -61,7 +62,7 @@ def build_model(
     kernels = choose_kernels(options, architecture, dtype)
     config = transformer_config(architecture, options, kernels, dtype)
     config.separates_norms = adapters  # type: ignore[attr-defined]
-    stages = options.virtual_pipeline_model_parallel_size
+    stages = virtual_pipeline_size(options)
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
     if options.cpu_offloading:
         offload_activations(chunks, options.cpu_offloading_num_layers)

@@ -12,6 +12,7 @@ from ..kernels import usable
 from ..mapping import fp8
 from ..mapping.param_mapping import Architecture, TransformerArgs
 from ..options import BuildOptions, RecomputeOptions
+from ..pipeline_layout import divide_layers, virtual_pipeline_size
 from .kernel_selection import Kernels
 
 ACTIVATIONS = {
@@ -28,8 +29,12 @@ def transformer_config(
     """Return megatron-core's config for an architecture, its parallel layout, kernels and numerics."""
     on_gpu = torch.cuda.is_available()
     is_pipelined = options.pipeline_model_parallel_size > 1
-    interleaved = bool(options.virtual_pipeline_model_parallel_size)
-    overlap_p2p = options.overlap_p2p_comm and interleaved
+    virtual_pipeline = virtual_pipeline_size(options)
+    overlap_p2p = options.overlap_p2p_comm and virtual_pipeline is not None
+    divide_layers(options, architecture.transformer["num_layers"])  # its errors name flags; megatron-core asserts
+    last_stage = options.decoder_last_pipeline_num_layers
+    if options.pipeline_model_parallel_size == 2 and options.decoder_first_pipeline_num_layers is not None:
+        last_stage = None  # follows from the first; with VPP megatron-core would divide by the stages between them
     settings: TransformerArgs = {
         **architecture.transformer,
         "activation_func": ACTIVATIONS[architecture.transformer["activation_func"]],
@@ -42,9 +47,12 @@ def transformer_config(
         "tensor_model_parallel_size": options.tensor_model_parallel_size,
         "sequence_parallel": options.sequence_parallel,
         "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": options.virtual_pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual_pipeline,
         "num_layers_in_first_pipeline_stage": options.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": options.decoder_last_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": last_stage,
+        "account_for_embedding_in_pipeline_split": options.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": options.account_for_loss_in_pipeline_split,
+        "pipeline_model_parallel_layout": options.pipeline_model_parallel_layout,
         "microbatch_group_size_per_vp_stage": options.microbatch_group_size_per_vp_stage,
         "overlap_p2p_comm": overlap_p2p,
         "batch_p2p_comm": not overlap_p2p if options.batch_p2p_comm is None else options.batch_p2p_comm,

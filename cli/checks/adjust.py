@@ -19,7 +19,7 @@ def adjust_options(options: SftOptions) -> Iterator[str]:
         epochs, steps = training.num_train_epochs, training.train_iters
         yield f"--num_train_epochs {epochs:g} is ignored: --train_iters {steps} is set."
         training.num_train_epochs = None
-    if build.virtual_pipeline_model_parallel_size == 1:
+    if build.virtual_pipeline_model_parallel_size == 1 and build.pipeline_model_parallel_layout is None:
         build.virtual_pipeline_model_parallel_size = None  # one chunk per stage is plain pipelining
     if options.optimizer.optimizer == "sgd" and build.use_distributed_optimizer:
         build.use_distributed_optimizer = False

@@ -7,7 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from ...bridge.option_groups import flag_value, group_of
-from ...bridge.options import Fp8Options, ParallelOptions, RecomputeOptions
+from ...bridge.options import Fp8Options, RecomputeOptions
+from ...bridge.pipeline_layout import virtual_pipeline_size
 from ...tasks.observability.reporters import require_reporters
 from ...tasks.options import InferOptions, RecipeOptions, RolloutOptions, SftOptions
 from ...tasks.options.groups import TEMPERATURES, CompletionOptions, LoggingOptions
@@ -35,6 +36,7 @@ from .model import (
 )
 from .muon import check_muon
 from .new_tokens import check_new_tokens
+from .pipeline import check_pipeline
 from .resume import check_resume
 from .tasks import check_generates, check_task, config_with_head
 from .upload import check_upload
@@ -260,22 +262,6 @@ def _check_fp8(options: SftOptions, gpus: int) -> None:
         )
 
 
-def check_pipeline(options: ParallelOptions) -> None:
-    """Raise UsageError for pipeline flags with a single stage."""
-    if options.pipeline_model_parallel_size > 1:
-        return
-    for name in (
-        "virtual_pipeline_model_parallel_size",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-    ):
-        if (value := getattr(options, name)) is not None and (name[0] == "d" or value > 1):
-            raise UsageError(
-                f"--{name} {value}: there is one pipeline stage. Set --pipeline_model_parallel_size 2 or more, "
-                f"or remove --{name}."
-            )
-
-
 def check_processes(layout: ProcessLayout, gpus: int, processes: int) -> None:
     """Raise UsageError if the number of processes does not fit the GPUs or the layout."""
     if gpus and processes > gpus:
@@ -319,12 +305,14 @@ def _nearest_multiple(value: int, unit: int) -> int:
 def _check_interleaving(options: SftOptions, micro_batches: int) -> None:
     """Raise UsageError if the micro batches do not fit megatron-core's interleaved schedule."""
     build = options.build
-    stages = build.pipeline_model_parallel_size
-    if (build.virtual_pipeline_model_parallel_size or 1) == 1:
+    stages, virtual = build.pipeline_model_parallel_size, virtual_pipeline_size(build)
+    if virtual is None:
         return
     group = build.microbatch_group_size_per_vp_stage or stages
     if not stages <= group <= micro_batches or 0 < micro_batches % group < stages:
-        flag = f"--virtual_pipeline_model_parallel_size {build.virtual_pipeline_model_parallel_size}"
+        flag = f"--virtual_pipeline_model_parallel_size {virtual}"
+        if build.pipeline_model_parallel_layout:
+            flag = f"--pipeline_model_parallel_layout {build.pipeline_model_parallel_layout}"
         if build.microbatch_group_size_per_vp_stage:
             flag = f"--microbatch_group_size_per_vp_stage {group}"
         raise UsageError(

@@ -19,10 +19,11 @@ from ...tasks.run.planning import (
 from ...tasks.system.atomic_dir import check_free
 from ..flags import UsageError, usage_errors
 from .agreement import drop_second_model
-from .common import check_pipeline, check_processes
+from .common import check_processes
 from .generation import as_flag
 from .lora import adapter_flag, adapter_settings, check_base, check_fits, set_base_model
 from .model import HfConfig, check_divisible, rope_notes, supported_config
+from .pipeline import check_pipeline
 from .upload import check_upload
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -18,8 +18,8 @@ from ...bridge.option_groups import flag_value
 from ...bridge.options import BuildOptions, ModelOptions
 from ...tasks.run.planning import ProcessLayout
 from ...templates.json_types import JsonObject
-from ...templates.plural import plural
 from ..flags import UsageError, usage_errors
+from .pipeline import check_layers
 
 type HfConfig = JsonObject  # config.json of a model
 
@@ -156,7 +156,7 @@ def check_divisible(options: BuildOptions, layout: ProcessLayout, model: HfConfi
     elif layout.expert > 1:
         raise UsageError(f"--expert_model_parallel_size {layout.expert}: the model has no experts. Remove it.")
     if layers := model.get("num_hidden_layers"):
-        _check_layers(options, layout, layers)
+        check_layers(options, layers)
 
 
 def _check_divisor(flag: str, size: int, total: int | None, noun: str) -> None:
@@ -171,27 +171,4 @@ def _check_experts(options: BuildOptions, layout: ProcessLayout, experts: int, w
         raise UsageError(
             f"--tensor_model_parallel_size {layout.tensor}: an MoE model with it needs sequence parallelism. Set "
             "--sequence_parallel true."
-        )
-
-
-def _check_layers(options: BuildOptions, layout: ProcessLayout, layers: int) -> None:
-    chunks = options.virtual_pipeline_model_parallel_size or 1
-    uneven_stages = {
-        name: value
-        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-        if (value := getattr(options, name)) is not None
-    }
-    for name, value in uneven_stages.items():
-        if value % chunks:
-            raise UsageError(
-                f"--{name} {value}: not a multiple of --virtual_pipeline_model_parallel_size {chunks}. Set a multiple."
-            )
-    stages, inner = layout.pipeline - len(uneven_stages), layers - sum(uneven_stages.values())
-    if inner < stages * chunks or (inner % (stages * chunks) if stages else inner):
-        flags = "".join(f", --{name} {value}" for name, value in uneven_stages.items())
-        chunk_flag = f", --virtual_pipeline_model_parallel_size {chunks}" if chunks > 1 else ""
-        raise UsageError(
-            f"--pipeline_model_parallel_size {layout.pipeline}{chunk_flag}{flags}: {inner} of the model's {layers} "
-            f"layers cannot be split evenly over {stages} stages of {plural(chunks, 'chunk')}. Set sizes that "
-            "divide, or set --decoder_first_pipeline_num_layers or --decoder_last_pipeline_num_layers."
         )

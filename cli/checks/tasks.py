@@ -336,16 +336,18 @@ def _check_reference_layout(options: GrpoOptions, layout: ProcessLayout) -> None
         return
     flags = [f"ref_{size}_parallel_size" for size in SIZES]
     flag = next(as_flag(name, options) for name in flags if flag_value(options, name) is not None)
-    reason = ""
+    has_model, reason = bool(options.reference.ref_model or options.reference.mcore_ref_model), ""
     if not options.beta:
         reason = "--beta 0, which has no reference"
     elif options.reference.sync_ref_model:
         reason = "--sync_ref_model true, whose reference is updated shard by shard"
-    elif options.tuner.has_adapters and not (options.reference.ref_model or options.reference.mcore_ref_model):
+    elif options.tuner.has_adapters and not has_model:
         reason = f"--tuner_type {options.tuner.tuner_type} without --ref_model: the reference is the model itself"
     if reason:
         raise UsageError(f"{flag} cannot be used with {reason}. Remove one of them.")
     check_role_layout(options, "ref", layout.world)
+    if not has_model:
+        _check_role_model(options, layout, "ref", _model_flag(options), options.model, options.mcore_model)
 
 
 def _check_critic(options: PpoOptions, layout: ProcessLayout, model: HfConfig | None) -> None:
@@ -357,8 +359,7 @@ def _check_critic(options: PpoOptions, layout: ProcessLayout, model: HfConfig | 
     if len(flags) > 1:
         raise UsageError(f"{flags[0]} and {flags[1]}: set one of them.")
     if not flags:
-        flag = f"--mcore_model {options.mcore_model}" if options.mcore_model else f"--model {options.model}"
-        _check_role_model(options, layout, "critic", flag, options.model, options.mcore_model)
+        _check_role_model(options, layout, "critic", _model_flag(options), options.model, options.mcore_model)
         return
     config = _check_role_model(options, layout, "critic", flags[0], critic.critic_model, critic.mcore_critic_model)
     sizes = [(other.get("text_config") or other).get("vocab_size") for other in (config or {}, model or {})]
@@ -367,6 +368,10 @@ def _check_critic(options: PpoOptions, layout: ProcessLayout, model: HfConfig | 
             f"{flags[0]}: has a vocabulary of {sizes[0]} tokens, and the policy one of {sizes[1]}. Use a critic with "
             "the policy's tokenizer."
         )
+
+
+def _model_flag(options: SftOptions) -> str:
+    return f"--mcore_model {options.mcore_model}" if options.mcore_model else f"--model {options.model}"
 
 
 def _check_role_model(

@@ -13,7 +13,7 @@ from .hydra_defaults import with_defaults
 type Tree = dict[str, Any]
 
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s+~-][^=\s]*?)(?:=(?P<value>.*))?", re.DOTALL)
-LONGEST = 200  # letters of a value in a message
+LONGEST_VALUE = 100  # in a message
 INDEX = re.compile(r"\[\d+\]")
 
 
@@ -139,7 +139,7 @@ class Keys:
         """Return a key with its value, as the beginning of a message."""
         key = self.full(key)
         value = " ".join(show(self._leaves.get(key)).split())
-        return f"{key} {value if len(value) <= LONGEST else f'{value[:LONGEST]}...'}".rstrip()
+        return f"{key} {value if len(value) <= LONGEST_VALUE else f'{value[:LONGEST_VALUE]}...'}".rstrip()
 
     def under(self, prefix: str) -> list[str]:
         """Return the keys of a table, or of the tables of a list."""

@@ -58,7 +58,7 @@ def _constant(node: ast.AST) -> int:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RolePlacement:
     """Training processes on one or more nodes, and the engines that generate for them."""
 
     processes: int
@@ -69,7 +69,7 @@ class Placement:
     note: str = ""  # difference from the engines' mapping
 
 
-def place(training: Sequence[int], engines: Sequence[int] | None, gpus_of_node: int) -> Placement:
+def place(training: Sequence[int], engines: Sequence[int] | None, gpus_of_node: int) -> RolePlacement:
     """Return the placement of the GPUs of all trained roles together, and of the engines. None: nothing generates.
 
     Raises MappingError.
@@ -83,10 +83,10 @@ def place(training: Sequence[int], engines: Sequence[int] | None, gpus_of_node: 
         )
     drawing = set(engines if engines is not None else trained)
     if drawing == trained:
-        return Placement(processes, nodes, "colocate")
+        return RolePlacement(processes, nodes, "colocate")
     if drawing < trained:
         note = f"engines are on all {processes} GPUs of training, with the same numbers"
-        return Placement(processes, nodes, "colocate", note=note)
+        return RolePlacement(processes, nodes, "colocate", note=note)
     if drawing & trained:
         apart = sorted(drawing - trained)
         raise MappingError(
@@ -94,7 +94,7 @@ def place(training: Sequence[int], engines: Sequence[int] | None, gpus_of_node: 
             f"{shown(sorted(trained))}, or to others, such as {shown(apart)}"
         )
     is_one_node = nodes == 1 and len({number // gpus_of_node for number in trained | drawing}) == 1
-    return Placement(processes, nodes, "server", len(drawing), is_one_node)
+    return RolePlacement(processes, nodes, "server", len(drawing), is_one_node)
 
 
 def shown(devices: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ..flags import Scalar
 from .keys import Keys
-from .roll_rl import Generation
+from .roll_rl import RolloutSteps
 from .translation import Translation
 
 TEMPLATES = ("native", "qwen2_5", "qwen3")  # the tokenizer's own; qwen3 with enable_thinking
@@ -66,7 +66,7 @@ def set_columns(
 
 
 def set_evaluation(
-    keys: Keys, translation: Translation, generation: Generation, *, completion_length: int | None = None
+    keys: Keys, translation: Translation, generation: RolloutSteps, *, completion_length: int | None = None
 ) -> None:
     """Set evaluations. completion_length: of evaluations that draw completions."""
     view, files = keys.view("validation"), [str(name) for name in keys.items("validation.data_args.file_name") if name]

@@ -28,7 +28,7 @@ GROUP: tuple[str | None, ...] = ("group", "group")
 
 
 @dataclass(frozen=True)
-class Generation:
+class RolloutSteps:
     """Completions that are drawn at a time, and the steps that train on them."""
 
     completions: int  # of a prompt
@@ -85,7 +85,7 @@ def set_sampling(keys: Keys, translation: Translation, engine: str, completions:
             translation.ignore(view, name, f"as {origin}")
 
 
-def set_generation(keys: Keys, translation: Translation, step: Step) -> Generation:
+def set_generation(keys: Keys, translation: Translation, step: Step) -> RolloutSteps:
     """Set the steps of a generation and the length of the run."""
     prompts = keys.integer("rollout_batch_size", 128)
     completions = max(keys.integer("num_return_sequences_in_group", 1), 1)
@@ -105,19 +105,19 @@ def set_generation(keys: Keys, translation: Translation, step: Step) -> Generati
         translation.set("steps_per_generation", steps, source)
         if passes != 1:
             translation.set("num_iterations", passes, keys.source("ppo_epochs"))
-    generation = Generation(completions, steps * passes)
+    generation = RolloutSteps(completions, steps * passes)
     set_length(keys, translation, generation)
     return generation
 
 
-def set_length(keys: Keys, translation: Translation, generation: Generation) -> None:
+def set_length(keys: Keys, translation: Translation, generation: RolloutSteps) -> None:
     """Set the steps of the run and between checkpoints."""
     for key, flag, default in (("max_steps", "train_iters", 500), ("save_steps", "save_steps", 50)):
         count = keys.integer(key, default)
         translation.set(flag, count * generation.steps, generation.times(translation, keys, key))
 
 
-def set_algorithm(keys: Keys, translation: Translation, generation: Generation) -> None:
+def set_algorithm(keys: Keys, translation: Translation, generation: RolloutSteps) -> None:
     """Set rewards' way to advantages, and the policy loss."""
     has_critic = translation.flags["rlhf_type"] == "ppo"
     _set_advantages(keys, translation, generation)
@@ -154,7 +154,7 @@ def set_estimator(keys: Keys, translation: Translation) -> None:
     translation.set("rlhf_type", "ppo" if estimator == "gae" else "grpo", source)
 
 
-def _set_advantages(keys: Keys, translation: Translation, generation: Generation) -> None:
+def _set_advantages(keys: Keys, translation: Translation, generation: RolloutSteps) -> None:
     estimator, names = str(keys.peek("adv_estimator") or "gae"), ("norm_mean_type", "norm_std_type")
     norms = [keys.text(name) for name in names]
     norms = [None if norm in ("null", "None", "none") else norm for norm in norms]
@@ -184,7 +184,7 @@ def _set_advantages(keys: Keys, translation: Translation, generation: Generation
         translation.set("advantage_clip", bound, keys.source("advantage_clip"))
 
 
-def _set_reward_clip(keys: Keys, translation: Translation, generation: Generation, norms: list[str | None]) -> None:
+def _set_reward_clip(keys: Keys, translation: Translation, generation: RolloutSteps, norms: list[str | None]) -> None:
     """Set the bound of rewards, which ROLL applies after they were scaled, and this project before."""
     bound = keys.number("reward_clip")
     if not bound:
@@ -244,7 +244,7 @@ def _set_kl(keys: Keys, translation: Translation) -> None:
         translation.set("kl_horizon", horizon, translation.source(keys, "kl_horizon"))
 
 
-def _set_critic_terms(keys: Keys, translation: Translation, generation: Generation, *, has_critic: bool) -> None:
+def _set_critic_terms(keys: Keys, translation: Translation, generation: RolloutSteps, *, has_critic: bool) -> None:
     gamma = keys.number("gamma", 1.0)
     if not has_critic:
         if gamma != 1:
@@ -266,7 +266,7 @@ def _set_critic_terms(keys: Keys, translation: Translation, generation: Generati
     )
 
 
-def _set_masks(keys: Keys, translation: Translation, generation: Generation) -> None:
+def _set_masks(keys: Keys, translation: Translation, generation: RolloutSteps) -> None:
     translation.set("overlong_filter", keys.boolean("max_len_mask", False), translation.source(keys, "max_len_mask"))
     low, high = (f"difficulty_{name}_threshold" for name in ("low", "high"))
     is_masked = keys.boolean("difficulty_mask", False) and generation.completions > 1

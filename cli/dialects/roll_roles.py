@@ -6,7 +6,7 @@ from typing import Any
 
 from ..flags import OptionValue, Scalar, show
 from .keys import Keys
-from .placement import MappingError, Placement, differing_roles, parse_devices, place
+from .placement import MappingError, RolePlacement, differing_roles, parse_devices, place
 from .roll_rows import CRITIC_ALIKE, DTYPES, LORA, SCHEDULES, VLLM_FIELDS, VLLM_FLAGS
 from .translation import Translation
 from .verl_roles import Layout, number_at, set_recomputation
@@ -51,7 +51,7 @@ def devices_of(keys: Keys, translation: Translation, role: str) -> tuple[int, ..
 
 def set_placement(
     keys: Keys, translation: Translation, role: str, *, engine: str | None, beside: tuple[str, ...], trains: bool
-) -> Placement:
+) -> RolePlacement:
     """Set processes, nodes, and engines in them or apart. Return the placement.
 
     beside: other roles; trains: whether the first of them is trained, too
@@ -324,7 +324,7 @@ def _alike(name: str, value: object, other: object) -> bool:
 
 
 def set_engine(
-    keys: Keys, translation: Translation, role: str, trained: str, placement: Placement, lengths: tuple[int, int]
+    keys: Keys, translation: Translation, role: str, trained: str, placement: RolePlacement, lengths: tuple[int, int]
 ) -> None:
     """Set the engine that generates. lengths: of the longest prompt and completion."""
     _compare_model(keys, translation, role, trained)
@@ -427,7 +427,11 @@ def _engine_flags(config: Keys, translation: Translation, name: str) -> dict[str
 
 
 def _note_servers(
-    keys: Keys, translation: Translation, role: str, placement: Placement, flags: Mapping[str, tuple[OptionValue, str]]
+    keys: Keys,
+    translation: Translation,
+    role: str,
+    placement: RolePlacement,
+    flags: Mapping[str, tuple[OptionValue, str]],
 ) -> None:
     """Say how to start servers on other nodes than those of training."""
     size = flags.get("vllm_tensor_parallel_size", (1, ""))[0]

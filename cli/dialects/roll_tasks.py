@@ -8,7 +8,7 @@ from .keys import Keys, general
 from .roll_data import set_columns, set_data, set_evaluation, set_teacher_model
 from .roll_rewards import ignore_domains, set_domains, set_rewards
 from .roll_rl import (
-    Generation,
+    RolloutSteps,
     set_algorithm,
     set_estimator,
     set_generation,
@@ -21,7 +21,7 @@ from .roll_task_rows import REWARDS
 from .translation import Translation, find_row
 
 OBJECTIVES = {"forward_kl": 0.0, "js_divergence": 0.5, "reverse_kl": 1.0}  # kd_objective -> --beta
-ONE_STEP = Generation(1, 1)
+ONE_STEP = RolloutSteps(1, 1)
 # Settings of the policy loss, which distillation on the student's completions does not have, with neutral values.
 POLICY_LOSS: dict[str, tuple[Any, ...]] = {
     "whiten_advantages": (False,), "advantage_clip": (), "reward_clip": (), "max_len_mask": (False,),

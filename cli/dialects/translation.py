@@ -130,7 +130,8 @@ def _apply(row: Row, key: str, keys: Keys, translation: Translation) -> None:
         translation.note(keys, key, row.text)
     elif row.kind == "only":
         allowed = " or ".join(show(item) or "none" for item in row.accepted)
-        translation.refuse(keys, key, f"only {allowed} is supported. {row.text}")
+        problem = f"only {allowed} is supported" if allowed else "is not supported"
+        translation.refuse(keys, key, f"{problem}. {row.text}")
     elif row.kind == "computed":  # the dialect takes it in other configs
         translation.refuse(keys, key, f"has no effect in this config ({row.text}). Remove it")
     else:

@@ -62,7 +62,7 @@ def number_at(keys: Keys, key: str, default: int) -> int:
 
 def policy_layout(keys: Keys) -> Layout:
     """Return the policy's layout, whose keys have rows of their own."""
-    tensor, pipeline, context = (number_at(keys, f"{POLICY}.{size}", 1) for size in SIZES[:3])
+    tensor, pipeline, context = (max(number_at(keys, f"{POLICY}.{size}", 1), 1) for size in SIZES[:3])
     return Layout(tensor, pipeline, context)
 
 
@@ -203,13 +203,12 @@ def _compare_critic(keys: Keys, translation: Translation) -> None:
         translation.ignore(keys, key, "the critic's loss is a mean over tokens")
     clip = "critic.grad_clip"
     if clip in keys:
-        policy = keys.peek(f"{actor}.optim.clip_grad") or keys.peek(f"{actor}.grad_clip") or 1.0
-        if float(keys.number(clip, 1.0)) == float(policy):
+        policy = keys.number(f"{actor}.optim.clip_grad", keys.number(f"{actor}.grad_clip", 1.0))
+        if keys.number(clip) == policy:
             translation.ignore(keys, clip, "as the policy's")
         else:
-            translation.refuse(
-                keys, clip, f"the critic's gradients are clipped as the policy's, at {show(policy)}. Remove it"
-            )
+            text = f"the critic's gradients are clipped as the policy's, at {show(policy)}. Remove it"
+            translation.refuse(keys, clip, text)
 
 
 def _is_setting(key: str) -> bool:

@@ -5,7 +5,8 @@ from .verl_rows import ACTOR, CRITIC, FORWARD_BATCHES, MODEL, PROFILER, REFERENC
 
 OWN_CODE = "Write it as a reward of --external_plugins (docs/grpo.md), name it in --reward_funcs, and remove this key"
 SCHEDULERS = (
-    "Write it as a scheduler of --external_plugins (docs/grpo.md), set --multi_turn_scheduler, and remove this key"
+    "Write turns, tools and environments as a scheduler of --external_plugins (docs/grpo.md), set "
+    "--multi_turn_scheduler, and remove this key"
 )
 RAY = "torchrun starts the processes"
 

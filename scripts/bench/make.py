@@ -71,7 +71,7 @@ def paths(name: str, work: Path) -> tuple[Path, Path]:
     row = ROWS[name]
     kind = ["text"] if row.pictures is None else ["pictures", *row.pictures]
     parts = kind if row.documents is None else [*kind, row.documents]
-    return work / name.removesuffix("-trained"), work / f"{'-'.join(map(str, parts))}.jsonl"
+    return work / name.partition("-trained")[0], work / f"{'-'.join(map(str, parts))}.jsonl"
 
 
 def make(row: Row, folder: Path, data: Path) -> None:

@@ -218,6 +218,18 @@ ROWS = {
         peer="--vit_gradient_checkpointing false",
         min_speedup={"ours": 1.8},
     ),
+    "vl-4b-trained-mb1": Row(
+        "Qwen3-VL-4B, trained tower, micro batch of one pack",
+        QWEN3_VL_4B,
+        1,
+        16,
+        steps=8,
+        documents=900,
+        pictures=PICTURES,
+        layout=TRAINED,
+        peer="--vit_gradient_checkpointing false",
+        min_speedup={"ours": 1.8},
+    ),
     "vl-moe": Row(
         "Qwen3-VL-30B-A3B, 8 layers, frozen tower",
         QWEN3_VL_MOE,

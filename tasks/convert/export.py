@@ -49,6 +49,7 @@ from ...bridge.model.model import Model
 from ...bridge.model.score_head import add_score_head
 from ...bridge.options import BuildOptions
 from ...bridge.parallel import barrier, destroy, initialize
+from ...bridge.pipeline_layout import merged_layout
 from ...templates.json_types import JsonObject
 from ..distributed.collectives import broadcast_from_rank0, local_rank0_first, run_on_all_ranks
 from ..options import ExportOptions
@@ -117,6 +118,7 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
             _upload(Path(uploaded_folder(options)).expanduser(), options)
         return
     layout = build_options(options)
+    layout.pipeline_model_parallel_layout = merged_layout(layout)  # VPP shortens the bubbles of training alone
     initialize(layout, seed=0)
     source = local_rank0_first(lambda: ExportSource.of(options))
     dtype = run_on_all_ranks(lambda: _dtype(options, source))

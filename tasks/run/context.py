@@ -21,6 +21,7 @@ from ...bridge.model.build import DTYPES
 from ...bridge.option_groups import with_flags
 from ...bridge.options import ModelOptions, VisionOptions
 from ...bridge.parallel import current_groups, initialize
+from ...bridge.pipeline_layout import ACCOUNTED, LAYOUT, virtual_pipeline_size
 from ...templates.batching.collator import Batch, BatchLayout
 from ...templates.batching.episode_batches import BatchPlan
 from ...templates.batching.streaming import TokenStream
@@ -80,6 +81,8 @@ class Run:
     def layout(self) -> JsonObject:
         """Return the settings that decide each rank's shards and random numbers, for JSON."""
         chunks = {name: getattr(self.options.build, name) for name in CHUNKS}
+        # Unset ones are left out, as in checkpoints of earlier versions.
+        chunks |= {name: value for name in (*ACCOUNTED, LAYOUT) if (value := getattr(self.options.build, name))}
         device = {"device": runtime.device().type}
         return asdict(ProcessLayout.of(self.options.build, dist.get_world_size())) | chunks | device
 
@@ -237,7 +240,7 @@ def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
         ranks=layout.data,
         equal_lengths=layout.pipeline > 1,
         equal_over_ranks=layout.expert > 1 and options.build.exchanges_equal_rows,
-        multiple=layout.pipeline if options.build.virtual_pipeline_model_parallel_size else 1,
+        multiple=layout.pipeline if virtual_pipeline_size(options.build) else 1,
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...bridge.option_groups import flag_value, flag_values, group_of, with_flags
 from ...bridge.options import BuildOptions, LayoutOptions, ParallelOptions, PredictionLayers
+from ...bridge.pipeline_layout import LAYOUT, UNEVEN, merged_layout
 from ...templates.plural import plural
 from ..options import ExportOptions, SftOptions
 from ..options.groups import CompletionOptions, SamplingOptions, TrainingOptions
@@ -70,22 +71,24 @@ SIZES = "tensor_model", "pipeline_model", "context", "expert_model", "expert_ten
 
 
 def role_layout[T: SftOptions](options: T, role: RoleName) -> T | None:
-    """Return the options with a role's layout; None if it is the run's."""
+    """Return the options with a role's layout; None if it is the run's.
+
+    Its stages have one chunk of layers each, as many as the policy's where a reference has as many stages. Otherwise
+    they are split evenly.
+    """
     sizes: dict[str, int] = {}
     for size in SIZES:
         value = flag_value(options, f"{role}_{size}_parallel_size", None)
         sizes[f"{size}_parallel_size"] = getattr(options.build, f"{size}_parallel_size") if value is None else value
     if all(value == getattr(options.build, name) for name, value in sizes.items()):
         return None
-    even_split = dict.fromkeys(
-        (
-            "virtual_pipeline_model_parallel_size",
-            "microbatch_group_size_per_vp_stage",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-        )
-    )
-    return with_flags(options, **sizes, **even_split, sequence_parallel=sizes["tensor_model_parallel_size"] > 1)
+    one_chunk = dict.fromkeys(("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"))
+    if role == "ref" and sizes["pipeline_model_parallel_size"] == options.build.pipeline_model_parallel_size:
+        division = {LAYOUT: merged_layout(options.build)}
+    else:  # its model may have another number of layers, its layout another number of stages
+        division = dict.fromkeys((*UNEVEN, LAYOUT))
+    has_tensor_parallelism = sizes["tensor_model_parallel_size"] > 1
+    return with_flags(options, **sizes, **one_chunk, **division, sequence_parallel=has_tensor_parallelism)
 
 
 def build_options(options: ExportOptions) -> BuildOptions:

@@ -17,6 +17,9 @@ TP, SP, PP, CP = (
     "context_parallel_size",
 )
 VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+LAYOUT = "pipeline_model_parallel_layout"
+ACCOUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
@@ -36,8 +39,13 @@ LAYOUTS = {
         "TP2 SP": {TP: 2, SP: True},
         "TP2 SP padded": {TP: 2, SP: True, "packing": False, "padding_free": False, "micro_batch_size": 3},
         "PP2": {PP: 2},
-        "PP2 uneven": {PP: 2, "decoder_first_pipeline_num_layers": 1},
+        "PP2 uneven": {PP: 2, FIRST: 1},
         "PP2 VPP2": {PP: 2, VPP: 2},
+        "PP2 VPP2 first and last": {PP: 2, VPP: 2, FIRST: 2, LAST: 2},
+        "PP2 VPP3 embedding and loss as layers": {PP: 2, VPP: 3} | ACCOUNTED,  # first and last chunks without layers
+        "PP2 embedding apart": {PP: 2, LAYOUT: "E|ttttL"},
+        "PP2 loss apart": {PP: 2, LAYOUT: "Et*4|L"},
+        "PP2 VPP2 layout": {PP: 2, LAYOUT: "E|tt|t|tL"},
         "CP2": {CP: 2},
         "CP2 padded": {CP: 2, "packing": False, "padding_free": False, "micro_batch_size": 3},
         "DP2": {},
@@ -50,7 +58,10 @@ LAYOUTS = {
         "TP2 CP2 SP": {TP: 2, CP: 2, SP: True},
         "PP2 VPP2 ZeRO-1": ZERO | {PP: 2, VPP: 2},
         "PP2 VPP2 ZeRO-1 overlapped": OVERLAP | {PP: 2, VPP: 2},
+        "PP2 VPP3 ZeRO-1 overlapped, embedding and loss as layers": OVERLAP | {PP: 2, VPP: 3} | ACCOUNTED,
         "PP2 ZeRO-1 overlapped": OVERLAP | {PP: 2},
+        "PP4 embedding and loss apart": ZERO | {PP: 4, LAYOUT: "E|tt|tt|L"},
+        "TP2 SP PP2 VPP2 layout": {TP: 2, SP: True, PP: 2, LAYOUT: "Et|(t|)*2tL"},
         "TP4 SP, 2 KV heads": {TP: 4, SP: True},
         "CP4": {CP: 4},
     },
@@ -82,6 +93,7 @@ MOE_LAYOUTS = {
 # compares log-probabilities and gradients of all families in the layouts that depend on the family.
 FEW = ("qwen2", "llama")
 KINDS = ("one process", "padded", "TP2 SP", "PP2 VPP2", "CP2", "DP2 ZeRO-1 overlapped", "TP2 CP2 SP")
+KINDS += ("PP2 VPP3 embedding and loss as layers", "PP2 loss apart")  # with tied embeddings
 
 
 def layouts(world: int, family: str) -> dict[str, dict]:
@@ -117,7 +129,7 @@ LONG = ("TP2 SP padded", "PP2", "DP2", "DP2 ZeRO-1", "DP2 ZeRO-1 overlapped", "E
 
 def is_long(world: int, family: str, name: str) -> bool:
     if family in FEW:
-        return name not in ("one process", "TP2 SP")
+        return name not in ("one process", "TP2 SP", "PP2 VPP3 embedding and loss as layers")
     if family == "qwen3_moe" and world == 2:
         return name not in MOE_LAYOUTS[2] or name in LONG
     return world == 4 or name in LONG

@@ -41,6 +41,7 @@ LAYOUTS = {
     "DP2": "--use_distributed_optimizer true",
     "TP2": "--tensor_model_parallel_size 2 --sequence_parallel true",
     "PP2": "--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2",
+    "PP2 by letters": "--pipeline_model_parallel_size 2 --pipeline_model_parallel_layout E|tt|t|tL",
     "EP2": "--expert_model_parallel_size 2",
 }
 # What may differ in the log of two runs of the same steps.

@@ -41,6 +41,8 @@ def documents(output: Output) -> dict[int, Counter]:
     ("before", "after"),
     [
         ("TP2", "PP2"),
+        ("PP2 by letters", ""),
+        pytest.param("PP2 by letters", "PP2", marks=pytest.mark.long),
         pytest.param("DP2", "", marks=pytest.mark.long),
         pytest.param("EP2", "", marks=pytest.mark.long),
         pytest.param("PP2", "DP2", marks=pytest.mark.long),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.bridge.families import EP, ETP, PP, SP, TP, VPP
+from tests.bridge.families import ACCOUNTED, EP, ETP, PP, SP, TP, VPP
 from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
@@ -17,6 +17,7 @@ LAYOUTS = {
     "TP2": {TP: 2, SP: True},
     "PP2": {PP: 2},
     "PP2 VPP2": {PP: 2, VPP: 2},
+    "PP2 VPP3 accounted": {PP: 2, VPP: 3} | ACCOUNTED,
     "CP2": {"context_parallel_size": 2},
 }
 EXPERTS = {"EP2": {EP: 2}, "TP2 ETP2": {TP: 2, SP: True, ETP: 2}, "TP2 EP2": {TP: 2, SP: True, EP: 2}}

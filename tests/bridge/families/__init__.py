@@ -61,7 +61,8 @@ YARN = {
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
-SP = "sequence_parallel"
+SP, LAYOUT = "sequence_parallel", "pipeline_model_parallel_layout"
+ACCOUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 # Every layout that a Tiny may name, by the number of processes. "" is one process: every Tiny is tested in it.
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"": {}},
@@ -71,6 +72,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "PP2": {PP: 2},
         "PP2 uneven": {PP: 2, "decoder_first_pipeline_num_layers": 3},
         "PP2 VPP2": {PP: 2, VPP: 2},
+        "PP2 VPP3 accounted": {PP: 2, VPP: 3} | ACCOUNTED,  # the embedding and the loss are chunks of their own
+        "PP2 VPP2 by letters": {PP: 2, LAYOUT: "E|tt|t|tL"},
         "CP2": {CP: 2},
         "EP2": {EP: 2},
         "TP2 SP ETP2": {TP: 2, SP: True, ETP: 2},

@@ -13,6 +13,6 @@ def config(**changes):
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 2, "rope_parameters": YARN}
 TINY = {
-    "": Tiny(config, layouts=(*DENSE, "PP2 VPP2", "PP2 uneven", "TP2 SP PP2 VPP2")),
-    "windows": Tiny(partial(config, **WINDOWS), layouts=("CP2", "PP2 VPP2")),
+    "": Tiny(config, layouts=(*DENSE, "PP2 VPP2", "PP2 VPP3 accounted", "PP2 uneven", "TP2 SP PP2 VPP2")),
+    "windows": Tiny(partial(config, **WINDOWS), layouts=("CP2", "PP2 VPP2", "PP2 VPP2 by letters")),
 }

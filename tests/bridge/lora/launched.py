@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.bridge.lora.reference import CASES, EPS, Trained, make_adapter, make_base, options_of, train
-from tests.layouts.test_layouts import CP, EP, ETP, FULL, PP, SP, TP, VPP, ZERO
+from tests.layouts.test_layouts import ACCOUNTED, CP, EP, ETP, FULL, LAYOUT, PP, SP, TP, VPP, ZERO
 from tests.torchrun import torchrun
 
 LAYOUTS = {
@@ -19,6 +19,9 @@ LAYOUTS = {
     "TP2 SP": (2, {TP: 2, SP: True}),
     "PP2": (2, {PP: 2}),
     "PP2 VPP2": (2, {PP: 2, VPP: 2}),
+    "PP2 VPP3 accounted": (2, {PP: 2, VPP: 3} | ACCOUNTED),
+    "PP2 embedding apart": (2, ZERO | {PP: 2, LAYOUT: "E|ttttL"}),
+    "PP2 loss apart": (2, ZERO | {PP: 2, LAYOUT: "Et*4|L"}),
     "CP2": (2, {CP: 2}),
     "DP2 ZeRO-1": (2, ZERO),
     "EP2": (2, {EP: 2}),
@@ -30,7 +33,7 @@ LAYOUTS = {
 }
 # Each case once, in one process or where it is special; each layout once.
 WHERE = {
-    "qwen3": ("one process", "recompute", "TP2 SP", "PP2 VPP2", "CP2", "DP2 ZeRO-1"),
+    "qwen3": ("one process", "recompute", "TP2 SP", "PP2 VPP2", "PP2 embedding apart", "CP2", "DP2 ZeRO-1"),
     "llama": ("one process",),
     "one KV head": ("TP2 SP",),
     "some projections": ("TP2 SP",),
@@ -47,15 +50,15 @@ WHERE = {
 }
 # The product of both: long.
 WHERE_LONG = {
-    "qwen3": ("TP2", "PP2", "TP2 SP recompute"),
+    "qwen3": ("TP2", "PP2", "PP2 VPP3 accounted", "PP2 loss apart", "TP2 SP recompute"),
     "llama": ("TP2 SP", "PP2"),
     "some projections": ("one process", "PP2"),
     "first layers": ("PP2", "PP2 VPP2"),
     "last layers": ("one process", "TP2 SP", "PP2", "PP2 VPP2"),
-    "embedding": ("TP2 SP", "PP2"),
+    "embedding": ("TP2 SP", "PP2", "PP2 embedding apart", "PP2 loss apart"),
     "DoRA": ("PP2", "TP2"),
     "all biases": ("TP2 SP", "PP2"),
-    "tied embeddings": ("one process", "TP2 SP", "DP2 ZeRO-1"),
+    "tied embeddings": ("one process", "TP2 SP", "PP2 VPP3 accounted", "DP2 ZeRO-1"),
     "dense layers": ("one process", "TP2 SP", "PP2"),
     "experts": ("recompute", "EP2", "TP2 SP EP2", "PP2 VPP2", "CP2"),
     "experts and routers": ("TP2 SP ETP2", "TP2 SP EP2"),

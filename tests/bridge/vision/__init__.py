@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tests.bridge.families import CP, EP, PP, ROPE, SHARED, SP, TP, VPP
+from tests.bridge.families import ACCOUNTED, CP, EP, LAYOUT, PP, ROPE, SHARED, SP, TP, VPP
 
 IMAGE, VIDEO, START, END = 250, 251, 252, 253  # token ids
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
@@ -73,6 +73,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "CP2": {CP: 2},
         "PP2": {PP: 2},
         "PP2 VPP2": {PP: 2, VPP: 2},
+        "PP2 embedding apart": {PP: 2, LAYOUT: "E|ttttL"},
+        "PP2 VPP3 accounted": {PP: 2, VPP: 3} | ACCOUNTED,
         "EP2": {EP: 2},
         "TP2 SP EP2": {TP: 2, SP: True, EP: 2},
     },

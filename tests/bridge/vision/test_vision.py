@@ -21,7 +21,7 @@ LANGUAGE = r"^(embedding|decoder|output_layer)"
 USUAL = {
     "qwen2_vl": ("CP2",),
     "qwen2_5_vl": ("TP2 SP", "TP2 SP PP2 recompute"),
-    "qwen3_vl": ("PP2 VPP2", "TP2 SP CP2"),
+    "qwen3_vl": ("PP2 VPP2", "PP2 embedding apart", "TP2 SP CP2"),
     "qwen3_vl_moe": ("TP2 SP EP2",),
 }
 Jobs = list[dict[str, Any]]

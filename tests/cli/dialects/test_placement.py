@@ -1,7 +1,7 @@
 """Mappings of GPUs as ROLL writes them, and what they mean here."""
 
 import pytest
-from megaswift.cli.dialects.placement import LARGEST, MappingError, Placement, differing_roles, parse_devices, place
+from megaswift.cli.dialects.placement import LARGEST, MappingError, RolePlacement, differing_roles, parse_devices, place
 
 
 @pytest.mark.parametrize(
@@ -40,16 +40,16 @@ def test_mappings_that_are_none(value: object) -> None:
 @pytest.mark.parametrize(
     ("training", "engines", "placement"),
     [
-        (range(8), range(8), Placement(8, 1, "colocate")),
-        (range(8), None, Placement(8, 1, "colocate")),
-        (range(16), range(16), Placement(16, 2, "colocate")),
-        (range(4), range(4, 8), Placement(4, 1, "server", 4)),
-        (range(4, 8), [0], Placement(4, 1, "server", 1)),
-        (range(16), range(16, 24), Placement(16, 2, "server", 8, is_one_node=False)),
-        (range(8), range(8, 16), Placement(8, 1, "server", 8, is_one_node=False)),
+        (range(8), range(8), RolePlacement(8, 1, "colocate")),
+        (range(8), None, RolePlacement(8, 1, "colocate")),
+        (range(16), range(16), RolePlacement(16, 2, "colocate")),
+        (range(4), range(4, 8), RolePlacement(4, 1, "server", 4)),
+        (range(4, 8), [0], RolePlacement(4, 1, "server", 1)),
+        (range(16), range(16, 24), RolePlacement(16, 2, "server", 8, is_one_node=False)),
+        (range(8), range(8, 16), RolePlacement(8, 1, "server", 8, is_one_node=False)),
     ],
 )
-def test_engines_in_training_or_apart(training: range, engines: range | None, placement: Placement) -> None:
+def test_engines_in_training_or_apart(training: range, engines: range | None, placement: RolePlacement) -> None:
     assert place(training, engines, 8) == placement
 
 

@@ -131,7 +131,7 @@ def test_there_in_tp2_ep2_and_back_in_pp2(root: Path, mixture: Path) -> None:
     assert there["tensors"].keys() == tensors(root / "qwen3_moe").keys()
     assert json.loads((mixture / "args.json").read_text())["options"]["to_mcore"]["value"] is True
 
-    layout = "--pipeline_model_parallel_size 2"
+    layout = "--pipeline_model_parallel_size 2 --pipeline_model_parallel_layout E|tt|t|tL"
     run(root, f"megatron export --mcore_model mixture --to_hf true {layout} --output_dir mixture-back", 2)
     back = root / "mixture-back"
     assert same(root / "qwen3_moe", back)

@@ -22,6 +22,7 @@ SETTINGS = Settings(cliprange_value=0.05)
 TP = "--tensor_model_parallel_size 2 --sequence_parallel true"
 CP = "--context_parallel_size 2"
 PACKED = "--packing true --packing_length 160 --micro_batch_size 1"
+APART = "--pipeline_model_parallel_size 2 --pipeline_model_parallel_layout Et*4|L"
 DP = "--use_distributed_optimizer true --overlap_grad_reduce true --overlap_param_gather true"
 THREE_LAYOUTS = (
     f"{TP} --critic_tensor_model_parallel_size 1 --critic_pipeline_model_parallel_size 2 "
@@ -178,6 +179,8 @@ def test_transformers_load_the_critic(ppo: Place) -> None:
         pytest.param(f"{DP} --offload_critic true", 2, id="DP2 overlapped, offloaded", marks=later),
         pytest.param(f"{DP} --critic_tensor_model_parallel_size 2", 2, id="DP2, critic TP2", marks=later),
         pytest.param("--pipeline_model_parallel_size 2", 2, id="PP2", marks=later),
+        pytest.param(APART, 2, id="PP2, loss and head apart", marks=later),
+        pytest.param(f"{APART} --ref_tensor_model_parallel_size 2", 4, id="PP2, reference TP2 PP2", marks=later),
     ],
 )
 def test_layouts(layout: str, processes: int, ppo: Place) -> None:

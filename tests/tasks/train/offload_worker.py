@@ -2,7 +2,7 @@
 
 "loses_bucket" of a job: the weights of the first bucket do not return from the host. A result also has
 "copies": number of tensors that went to the host in forward passes
-"built", "peak": bytes of the GPU's memory after the optimizer was built, and at most until then
+"built", "peak": bytes of the GPU's memory that this job has after the optimizer was built, and at most until then
 "elements": number of trained parameters
 """
 
@@ -33,7 +33,8 @@ def run(job: dict) -> dict:
     def measure(*args):
         training = open_training(*args)
         if torch.cuda.is_available():
-            counts.update(built=torch.cuda.memory_allocated(), peak=torch.cuda.max_memory_allocated())
+            allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            counts.update(built=allocated - earlier, peak=peak - earlier)
         counts["elements"] = sum(parameter.numel() for parameter in training.model.chunks[0].parameters())
         return training
 
@@ -41,8 +42,10 @@ def run(job: dict) -> dict:
         hybrid_adamw.HostPipeline._send = lambda self, number: send(self, number) if number else None
     activation_offload._SavedTensor.__init__, worker.open_training = count, measure
     gc.collect()
+    earlier = 0  # bytes of earlier jobs of this process
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+        earlier = torch.cuda.memory_allocated()
     try:
         return worker.run(job) | counts
     finally:

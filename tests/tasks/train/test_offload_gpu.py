@@ -41,6 +41,7 @@ def results(tmp_path_factory):
         {"name": name, "model": str(model), "options": {"packing": True, "use_distributed_optimizer": True} | flags}
         for name, (flags, *_) in RUNS.items()
     ]
+    jobs.insert(0, jobs[0] | {"name": "first"})  # allocates what the process keeps
     [host] = [job for job in jobs if job["name"] == "host"]
     jobs.append(host | {"name": "lost", "loses_bucket": True})
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -61,7 +62,7 @@ def test_numbers_and_memory(name, results):
     if state_bytes is None:
         assert 4 < saved < 8
     else:
-        assert saved == pytest.approx(12 - state_bytes, abs=0.3)
+        assert saved == pytest.approx(12 - state_bytes, abs=0.6)  # the allocator rounds up: 0.5 of 12
     if "host" in name and name != "half on the host":  # masters were never on the GPU together
         assert run["peak"] - run["built"] < 2 * elements
     assert (run["copies"] > 0) == ("activations" in name)
