@@ -109,9 +109,9 @@ def set_step(keys: Keys, translation: Translation, role: str, processes: int) ->
 
 def layout_of(keys: Keys, role: str) -> Layout:
     """Return a role's layout without taking its keys."""
-    tensor, pipeline, context = (number_at(keys, f"{role}.{CONFIG}.{size}", 1) for size in SIZES[:3])
+    tensor, pipeline, context = (max(number_at(keys, f"{role}.{CONFIG}.{size}", 1), 1) for size in SIZES[:3])
     if not is_megatron(keys, role):
-        return Layout(1, 1, number_at(keys, f"{role}.model_args.ulysses_size", 1))
+        return Layout(1, 1, max(number_at(keys, f"{role}.model_args.ulysses_size", 1), 1))
     return Layout(tensor, pipeline, context)
 
 
@@ -254,7 +254,7 @@ def set_frozen(
     prefix, table = NAMES[role], f"{role}.{CONFIG}"
     dtype = f"{role}.model_args.dtype"
     if dtype in keys:
-        policys = keys.peek(f"{trained}.model_args.dtype") or "bf16"
+        policys = str(keys.peek(f"{trained}.model_args.dtype") or "bf16")
         if keys.take(dtype) == policys or policys not in DTYPES or not is_used:
             translation.ignore(keys, dtype, "as the trained model's")
         else:
