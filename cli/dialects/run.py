@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...templates.plural import plural
-from ..flags import Flag, UsageError
+from ..flags import Flag, OptionValue, UsageError
 from ..launch import under_torchrun
-from ..parse import ParsedFlags
+from ..parse import ParsedFlags, split_words
 from .keys import Keys, Tree, read_tree
 from .run_words import MODULES, RunWords, read_words
 from .translation import Dialect, Translation, check, translate
@@ -108,20 +108,25 @@ class ForeignConfig:
         import yaml
 
         translation = self.translation
+        flags: dict[str, tuple[OptionValue, str]] = {
+            name: (value, translation.sources[name]) for name, value in translation.flags.items()
+        }
+        for name, values in split_words(self.words.flags)[0]:
+            flags[name] = (values if len(values) > 1 else values[0] if values else True, "command line")
         lines = [
             f"# {translation.dialect} config {translation.file}, translated: megatron {translation.command} THIS_FILE",
             *(f"# noted: {note}" for note in translation.notes),
-            *(f"# without effect: {key} ({why})" for key, why in translation.needless.items()),
         ]
         if translation.processes is not None:
             lines += ["ENV:", f"  NPROC_PER_NODE: {translation.processes // translation.nodes}"]
             if translation.nodes > 1:
                 lines.append(f"  NNODES: {translation.nodes}  # on each node, with NODE_RANK and MASTER_ADDR")
-        for name, value in translation.flags.items():
+        for name, (value, source) in flags.items():
             text = yaml.safe_dump(
                 {name: value}, default_flow_style=True, width=sys.maxsize, allow_unicode=True, sort_keys=False
             )
-            lines.append(f"{text.strip()[1:-1]}  # {' '.join(translation.sources[name].split())}")
+            lines.append(f"{text.strip()[1:-1]}  # {' '.join(source.split())}")
+        lines += [f"# without effect: {key} ({why})" for key, why in translation.needless.items()]
         return "\n".join(lines) + "\n"
 
 

@@ -125,7 +125,7 @@ def _apply(row: Row, key: str, keys: Keys, translation: Translation) -> None:
     elif row.kind == "flag":
         _set(row, key, value, keys, translation)
     elif any(_equal(value, neutral) for neutral in row.accepted):
-        translation.needless[key] = row.text
+        translation.needless[key] = "as it is here" if row.kind == "only" else "asks for nothing"
     elif row.kind == "noted":
         translation.note(keys, key, row.text)
     elif row.kind == "only":
