@@ -282,57 +282,30 @@ def read_options(
 def _run_training(command: Command, options: Options, sources: Sources, notes: list[str], argv: list[str]) -> int:
     from ..tasks.run.planning import ProcessLayout
     from .checks.common import check_lock, check_training, check_writable, output_folder
-    from .launch import (
-        STARTED,
-        Processes,
-        environment,
-        open_gpu,
-        shown_command,
-        start,
-        under_torchrun,
-        unseen_gpus,
-        visible_gpu_names,
-    )
-    from .rollout_servers import Placement, plan_servers
+    from .launch import open_gpu, shown_command, under_torchrun, unseen_gpus
+    from .training_launch import TrainingLaunch
 
     if not options.training.dry_run:
         console.start_copy(shown_command(argv, {}))
-    uses_ray = options.training.use_ray and not os.environ.get(STARTED)  # not in the processes that Ray has started
-    if uses_ray:
-        from .ray_launcher import check_ray
-
-        check_ray()
-    placement = Placement.of(options, visible_gpu_names(), uses_ray=uses_ray)
-    gpus = len(placement.training)
-    notes += unseen_gpus(gpus)
-    processes = Processes.of_environment(gpus, uses_ray=uses_ray)
-    layout = ProcessLayout.of(options.build, processes.world)
+    launch = TrainingLaunch.of(options)
+    notes += unseen_gpus(launch.gpus)
+    layout = ProcessLayout.of(options.build, launch.processes.world)
     before = flag_values(options)
-    notes += check_training(options, layout, gpus, processes.per_node, sources)
+    notes += check_training(options, layout, launch.gpus, launch.processes.per_node, sources)
     sources |= _derived(before, options)
     _print_notes(notes)
-    settings = environment(options.build, processes, gpus)
-    servers = plan_servers(options, placement) if placement.servers else []
-    if servers and gpus and not uses_ray:
-        settings["CUDA_VISIBLE_DEVICES"] = ",".join(placement.training)
+    launch.complete(options)
     if options.training.dry_run:
         from .dry_run import report
 
-        print(report(argv, options, sources, layout, processes, settings, servers))
+        print(report(argv, options, sources, layout, launch))
         return 0
-    if not under_torchrun() and processes.node_rank == 0:
+    if not under_torchrun() and launch.processes.node_rank == 0:
         check_writable(options)
         check_lock(options)
-    if uses_ray:
-        from .ray_launcher import run_on_ray
-
-        return run_on_ray(processes, argv, settings, servers, options, gpus=gpus, output=output_folder(options))
-    if servers:
-        from .supervisor import run_with_servers
-
-        return run_with_servers(processes, argv, settings, servers, options, output=output_folder(options))
-    start(processes, argv, settings, output=output_folder(options))
-    open_gpu(gpus)
+    if (code := launch.start(argv, options, output_folder(options))) is not None:
+        return code
+    open_gpu(launch.gpus)
     return _run(command, options, sources)
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from ..tasks.options import GkdOptions, GrpoOptions
 from ..tasks.rollout.addresses import STARTED_SERVERS, StartedServers
 from ..tasks.run.resume import OUTPUT, STARTED, launched_run_dir
 from ..tasks.system import console
@@ -41,7 +40,7 @@ def run_with_servers(
     argv: list[str],
     settings: Mapping[str, str],
     servers: Sequence[RolloutServer],
-    options: GrpoOptions | GkdOptions,
+    hub_token: str | None,
     *,
     output: Path,
 ) -> int:
@@ -61,7 +60,7 @@ def run_with_servers(
             flush=True,
         )
         for server, port in zip(servers, ports, strict=True):
-            supervisor.start_server(server, server.command(port), os.environ | server.variables(key, options.hub_token))
+            supervisor.start_server(server, server.command(port), os.environ | server.variables(key, hub_token))
         command, variables = torchrun_launch(processes, argv, settings, output=output)
         os.environ |= {name: variables[name] for name in (STARTED, OUTPUT)}  # `launched_run_dir` reads them
         trainer_environment = os.environ | settings | variables | {STARTED_SERVERS: json.dumps(addresses)}

@@ -241,6 +241,10 @@ def alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def words_of(pid: int, name: str) -> list[str]:
+    return Path(f"/proc/{pid}/{name}").read_text().split("\0")
+
+
 def assert_ended(processes: dict[str, int], seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
     while left := [name for name, pid in processes.items() if alive(pid)]:
@@ -249,9 +253,20 @@ def assert_ended(processes: dict[str, int], seconds: float = 10) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_lets_the_trainer_save_and_ends_the_servers(stand_in: Path, dense: Path) -> None:
+def test_servers_have_a_key_of_their_run_and_end_with_it(stand_in: Path, dense: Path, monkeypatch) -> None:
+    """Also when SIGTERM lets the trainer save."""
+    monkeypatch.setenv("MEGASWIFT_API_KEY", "sesame")
     parent = started(stand_in, dense)
     processes = pids(stand_in)
+    servers = [pid for name, pid in processes.items() if name.startswith("server")]
+    (key,) = {variable for pid in servers for variable in words_of(pid, "environ") if "MEGASWIFT_API_KEY" in variable}
+    assert len(key.removeprefix("MEGASWIFT_API_KEY=")) > 20
+    assert "MEGASWIFT_API_KEY=sesame" in words_of(processes["trainer"], "environ")  # for servers of others
+    for pid in (parent.pid, *processes.values()):
+        assert not [word for word in words_of(pid, "cmdline") if key.partition("=")[2] in word]
+    for pid in servers:
+        words = words_of(pid, "cmdline")
+        assert words[words.index("--host") + 1] == "127.0.0.1"
     urls = (stand_in / "urls").read_text().split()
     assert {f"server-{url.rpartition(':')[2]}" for url in urls} == {name for name in processes if "server" in name}
     parent.terminate()
