@@ -7,8 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -20,7 +19,6 @@ from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.options.rollout import EngineOptions
 
 from tests.cli.checks.checking import check, install, refusal
-from tests.prepared import ON_CPU, free_port
 from tests.tasks.rl.runs import Place, assert_same_steps
 
 BATCH = "--global_batch_size 8"
@@ -177,24 +175,10 @@ def test_a_dry_run_shows_the_places(place: Place, monkeypatch, capsys) -> None:
     assert "--nproc_per_node=1 " in report
 
 
-@contextmanager
-def served_by_hand(place: Place) -> Iterator[str]:
-    """The address of a `swift rollout` that a user has started."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    words = [sys.executable, "-m", "megaswift.cli.main", "swift", "rollout", "--model", "qwen3", "--port", str(port)]
-    server = subprocess.Popen([*words, "--infer_backend", "transformers"], cwd=place.folder, env=os.environ | ON_CPU)
-    try:
-        yield url
-    finally:
-        server.terminate()
-        server.wait()
-
-
 @pytest.mark.slow
-def test_rewards_are_those_of_a_server_by_hand(place: Place) -> None:
-    with served_by_hand(place) as address:
-        found = place.run(f"{STEPS} --rollout_num_gpus 1")
-        wanted = place.run(f"{STEPS} --use_vllm true --vllm_mode server --vllm_server_base_url {address}")
+def test_rewards_are_those_of_an_engine_in_the_process(place: Place) -> None:
+    """As they are with a server that a user has started (tests/tasks/rl/test_server_faults.py)."""
+    found, wanted = place.run(f"{STEPS} --rollout_num_gpus 1"), place.run(STEPS)
     assert "Starting 1 process and 1 rollout server" in found.printed
     (log,) = found.folder.glob("rollout-server-1-*.log")
     url = re.search(r"Rollout server: qwen3 by transformers on (\S+)", log.read_text())
