@@ -24,6 +24,7 @@ class Translation:
     notes: list[str] = field(default_factory=list)  # "KEY VALUE: ..."
     needless: dict[str, str] = field(default_factory=dict)  # key -> reason
     refused: list[str] = field(default_factory=list)  # "KEY VALUE: problem. Fix"
+    needed_flags: dict[str, str] = field(default_factory=dict)  # flag -> what is refused without it on the line
 
     def set(self, flag: str, value: OptionValue, source: str) -> None:
         """Set a flag. source: keys and arithmetic, such as "run.yaml: data.batch_size 16 x rollout.n 8".
@@ -38,10 +39,19 @@ class Translation:
             return
         self.flags[flag], self.sources[flag] = value, source
 
+    def source(self, keys: Keys, key: str) -> str:
+        """Return where a key is set, or that its default holds."""
+        return keys.source(key) if key in keys else f"{self.dialect}'s default of {keys.full(key)}"
+
     def note(self, keys: Keys, key: str, text: str) -> None:
         """Say what becomes of a key that is not followed to the letter, and take it."""
         keys.take(key)
         self.notes.append(f"{keys.shown(key)}: {text}.")
+
+    def ignore(self, keys: Keys, key: str, why: str) -> None:
+        """Take a key that changes nothing here."""
+        keys.take(key)
+        self.needless[keys.full(key)] = why
 
     def refuse(self, keys: Keys, key: str, text: str) -> None:
         """Refuse a key, and take it. text: the problem and the fix, without the last full stop."""
@@ -82,7 +92,7 @@ def translate(dialect: Dialect, keys: Keys) -> Translation:
             translation.refuse(keys, key, _unknown(general(key), rows))
         else:
             _apply(row, key, keys, translation)
-    translation.refused += [problem for problem in keys.problems if problem not in translation.refused]
+    translation.refused += [text for text in dict.fromkeys(keys.problems) if text not in translation.refused]
     for flag, default in dialect.defaults.items():
         if flag not in translation.flags:
             translation.set(flag, default.value, f"{dialect.name}'s default of {default.key}")
@@ -120,7 +130,8 @@ def _apply(row: Row, key: str, keys: Keys, translation: Translation) -> None:
         translation.note(keys, key, row.text)
     elif row.kind == "only":
         allowed = " or ".join(show(item) or "none" for item in row.accepted)
-        translation.refuse(keys, key, f"only {allowed} is supported. {row.text}")
+        problem = f"only {allowed} is supported" if allowed else "is not supported"
+        translation.refuse(keys, key, f"{problem}. {row.text}")
     elif row.kind == "computed":  # the dialect takes it in other configs
         translation.refuse(keys, key, f"has no effect in this config ({row.text}). Remove it")
     else:
@@ -146,12 +157,35 @@ def _equal(value: OptionValue, other: OptionValue) -> bool:
 
 def _unknown(key: str, rows: Iterable[str]) -> str:
     """Return the message for a key without a row, with the nearest one: of the same table, else of all."""
-    names = [name for name in rows if "*" not in name]
+    rows = list(rows)
     parent, _, name = key.rpartition(".")
-    siblings = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == parent}
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
-    nearest = [siblings[close[0]]] if close else difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    siblings = {row.rpartition(".")[2] for row in rows if _fits(parent.split("."), row.rpartition(".")[0].split("."))}
+    sibling = _nearest(name, siblings - {"*", "**", "*[]"})
+    if sibling:
+        return f"no such key. The nearest is {f'{parent}.{sibling}' if parent else sibling}"
+    nearest = difflib.get_close_matches(key, [row for row in rows if "*" not in row], n=1, cutoff=0.6)
     return "no such key. " + (f"The nearest is {nearest[0]}" if nearest else "Remove it")
+
+
+def _nearest(name: str, others: Iterable[str]) -> str | None:
+    """Return the name with the fewest changed letters, up to a third of them and at least one, else a similar one."""
+    others = sorted(others)
+    distances = {other: _distance(name, other) for other in others if abs(len(name) - len(other)) <= len(name) // 3 + 1}
+    closest = min(distances, key=distances.__getitem__, default="")
+    if closest and distances[closest] <= max(1, len(name) // 3):
+        return closest
+    similar = difflib.get_close_matches(name, others, n=1, cutoff=0.6)
+    return similar[0] if similar else None
+
+
+def _distance(one: str, other: str) -> int:
+    """Return the number of letters to change, add or remove (Levenshtein)."""
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        previous, row = row, [i]
+        for j, target in enumerate(other, 1):
+            row.append(min(previous[j] + 1, row[-1] + 1, previous[j - 1] + (letter != target)))
+    return row[-1]
 
 
 def check(translation: Translation) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 from megaswift.cli.dialects.keys import Keys, read_tree
-from megaswift.cli.dialects.run import read_words, recognise
+from megaswift.cli.dialects.run import recognise
+from megaswift.cli.dialects.run_words import read_words
 from megaswift.cli.dialects.table import (
     computed,
     needless,
@@ -34,6 +35,7 @@ DIALECT = Dialect(
         valued("decay", "lr_decay_style", {"none": "constant"}),
         needless("bridge", "weights are read from Hugging Face folders"),
         only("engine", "vllm", fix="Set vllm"),
+        only("tools", fix="Write a scheduler"),
         noted("offload", "the model stays on the GPU", False),
         refused("rollout.**", "no agents. Remove it"),
         same("tasks[].name", "dataset"),
@@ -72,6 +74,8 @@ def test_each_kind_of_row() -> None:
         ("unlike=1", "unlike 1: no such key. Remove it"),
         ("decay=cosine", "decay cosine: choose one of none"),
         ("engine=sglang", "engine sglang: only vllm is supported. Set vllm"),
+        ("tools=x", "tools x: is not supported. Write a scheduler"),
+        (f"unlike={'y ' * 99}", f"unlike {'y ' * 50}...: no such key. Remove it"),
         ("rollout.agent.name=x", "rollout.agent.name x: no agents. Remove it"),
         ("batch=many", "batch many: a whole number is needed"),
         ("model.n=true", "model.n true: a whole number is needed"),
