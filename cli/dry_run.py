@@ -11,7 +11,8 @@ from ..tasks.run.resume import requested_checkpoint
 from ..templates.plural import plural
 from .checks.common import check_writable
 from .flags import flags_of, show
-from .launch import Processes, shown_command, torchrun_command
+from .launch import shown_command, torchrun_command
+from .training_launch import TrainingLaunch
 
 
 def report(
@@ -19,8 +20,7 @@ def report(
     options: SftOptions,
     sources: Mapping[str, str],
     layout: ProcessLayout,
-    processes: Processes,
-    settings: Mapping[str, str],
+    launch: TrainingLaunch,
 ) -> str:
     """Return the report. Tokenizes the dataset into the token cache, and reads the headers of the weights.
 
@@ -34,6 +34,7 @@ def report(
     _check_vocabularies(options, data)
     samples_per_pass = options.training.micro_batch_size * layout.data
     training = options.training
+    command = torchrun_command(launch.processes, _without_dry_run(argv))
     lines = [
         *_option_lines(options, sources),
         "",
@@ -48,11 +49,23 @@ def report(
         f"{plural(training.global_batch_size // samples_per_pass, 'micro batch')}",
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
-        f"  command           {shown_command(torchrun_command(processes, _without_dry_run(argv)), settings)}",
+        f"  command           {shown_command(command, launch.settings)}",
+        *_server_lines(launch),
         "",
         "Dry run: nothing was trained.",
     ]
     return "\n".join(lines)
+
+
+def _server_lines(launch: TrainingLaunch) -> list[str]:
+    """Return the placement of training and rollout servers, with the servers' commands."""
+    if not launch.servers:
+        return []
+    commands = [shown_command(["swift", *server.words(port=0)], server.settings()) for server in launch.servers]
+    return [
+        f"  training          {plural(launch.processes.world, 'process')}",
+        *(f"  {server.name}: {command}" for server, command in zip(launch.servers, commands, strict=True)),
+    ]
 
 
 def _check_weights(options: SftOptions) -> None:

@@ -127,7 +127,8 @@ def swift() -> NoReturn:
 
 def main(program: str, argv: list[str]) -> int:
     """Run a command line. Return its exit code: 2 for invalid options, 1 if the task fails."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # before the imports, during which another process may fail
+    # Before the imports, during which another process may fail. The second: launch.HIDDEN, of a server, too.
+    if os.environ.keys() & {"TORCHELASTIC_RUN_ID", "MEGASWIFT_HIDDEN_WORDS"}:
         from .launch import end_with_torchrun, hidden_words
 
         end_with_torchrun()
@@ -281,38 +282,30 @@ def read_options(
 def _run_training(command: Command, options: Options, sources: Sources, notes: list[str], argv: list[str]) -> int:
     from ..tasks.run.planning import ProcessLayout
     from .checks.common import check_lock, check_training, check_writable, output_folder
-    from .launch import (
-        Processes,
-        environment,
-        open_gpu,
-        shown_command,
-        start,
-        under_torchrun,
-        unseen_gpus,
-        visible_gpus,
-    )
+    from .launch import open_gpu, shown_command, under_torchrun, unseen_gpus
+    from .training_launch import TrainingLaunch
 
     if not options.training.dry_run:
         console.start_copy(shown_command(argv, {}))
-    gpus = visible_gpus()
-    notes += unseen_gpus(gpus)
-    processes = Processes.of_environment(gpus)
-    layout = ProcessLayout.of(options.build, processes.world)
+    launch = TrainingLaunch.of(options)
+    notes += unseen_gpus(launch.gpus)
+    layout = ProcessLayout.of(options.build, launch.processes.world)
     before = flag_values(options)
-    notes += check_training(options, layout, gpus, processes.per_node, sources)
+    notes += check_training(options, layout, launch.gpus, launch.processes.per_node, sources)
     sources |= _derived(before, options)
     _print_notes(notes)
-    settings = environment(options.build, processes, gpus)
+    launch.complete(options)
     if options.training.dry_run:
         from .dry_run import report
 
-        print(report(argv, options, sources, layout, processes, settings))
+        print(report(argv, options, sources, layout, launch))
         return 0
-    if not under_torchrun() and processes.node_rank == 0:
+    if not under_torchrun() and launch.processes.node_rank == 0:
         check_writable(options)
         check_lock(options)
-    start(processes, argv, settings, output=output_folder(options))
-    open_gpu(gpus)
+    if (code := launch.start(argv, options, output_folder(options))) is not None:
+        return code
+    open_gpu(launch.gpus)
     return _run(command, options, sources)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FUZZ, INPUT, LAUNCH = "test_fuzz.py", "tasks/rollout/test_server_input.py", "cli/test_launch.py"
+STARTED = "cli/test_rollout_servers.py::test_servers_have_a_key_of_their_run_and_end_with_it"
 SERVER, KEYS = "tasks/rollout/test_server.py", "tasks/rollout/test_keys.py"
 
 # Words of SECURITY.md: the tests that hold them.
@@ -68,6 +69,8 @@ HELD = {
     "replace a Python module of the run": [f"{LAUNCH}::test_others_on_the_machine_see_no_key_and_no_port"],
     "It listens on 127.0.0.1": [f"{INPUT}::test_names_of_a_server"],
     "needs the key": [f"{SERVER}::test_the_api_key", f"{SERVER}::test_readiness_and_metrics"],
+    "have a new key each time, by the environment": [STARTED],
+    "They listen on 127.0.0.1": [STARTED],
     "which the first server makes with mode 0600 and prints": [
         f"{KEYS}::test_a_server_makes_a_key_once_and_runs_of_its_user_find_it"
     ],

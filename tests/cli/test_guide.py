@@ -22,8 +22,8 @@ FLAGS = {
     for kind in command.kinds.values()
     for flag in flags_of(getattr(option_sets, kind.options))
 }
-# Flags of training and the rollout server that have no effect in `swift infer`.
-NOT_FOR_INFER = {"vllm_enable_lora", "vllm_max_lora_rank", "attention_backend"}
+# Flags of training and the rollout server that have no effect in `swift infer`, or are refused there.
+NOT_FOR_INFER = {"vllm_enable_lora", "vllm_max_lora_rank", "attention_backend", "use_ray"}
 KNOWN = {*FLAGS, *UNSUPPORTED, *ALWAYS_TRUE, *COMPARED, *NO_EFFECT}
 
 
