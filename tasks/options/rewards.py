@@ -10,8 +10,8 @@ class RewardOptions:
 
     reward_funcs: Annotated[
         list[str],
-        "Reward functions: accuracy, by_source, format, cosine, repetition, soft_overlong, reward_model, or those of "
-        "plugins.",
+        "Reward functions: accuracy, gsm8k, countdown, by_source, format, cosine, repetition, soft_overlong, "
+        "reward_model, or those of plugins.",
     ] = field(default_factory=list)
     reward_weights: Annotated[
         list[float],
