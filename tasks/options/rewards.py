@@ -38,6 +38,9 @@ class RewardOptions:
         "judge: prompt with {question}, {reference} and {response}, or a .txt file with it. The reply's last YES or NO "
         "counts, or `Score: N` of 10.",
     ] = None
+    countdown_format_score: Annotated[
+        float, "countdown, also as a rule: score of an equation that is wrong.", "(-inf, inf)"
+    ] = 0.1
     cosine_min_len_value_wrong: Annotated[
         float, "cosine: reward of a wrong completion of length 0.", "(-inf, inf)"
     ] = -0.5

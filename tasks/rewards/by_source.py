@@ -30,7 +30,7 @@ RULES: dict[str, Callable[[RewardOptions], Rule]] = {
     "gsm8k": lambda args: score_gsm8k,
     "math": lambda args: MathRule(),
     "crossthinkqa": lambda args: score_choice,
-    "countdown": lambda args: score_countdown,
+    "countdown": lambda args: partial(score_countdown, format_score=args.countdown_format_score),
     "ifeval": lambda args: score_ifeval,
     "code": partial(CodeRule, gives_shares=False),
     "code_share": partial(CodeRule, gives_shares=True),

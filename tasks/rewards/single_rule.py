@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 
-from .by_source import TRUTH_COLUMNS
+from ..options.rewards import RewardOptions
+from .by_source import RULES, TRUTH_COLUMNS
 from .registry import reward
-from .rules.answers import score_gsm8k
-from .rules.countdown import score_countdown
-from .rules.sample import Rule, RuleSample
+from .rules.sample import RuleSample
 
 
 class SingleRule:
-    """Base class of a reward that scores every row by one rule."""
+    """Reward that scores every row by one rule."""
 
     required_alternatives = (TRUTH_COLUMNS[:3],)
-    rule: Rule
+    name: str  # of RULES
+
+    def __init__(self, args: RewardOptions):
+        self._rule = RULES[self.name](args)
 
     def __call__(self, completions: Sequence[str], **columns: Sequence[object]) -> Sequence[float | None]:
         """Return the scores; None for rows without what the rule compares."""
@@ -22,18 +24,18 @@ class SingleRule:
             RuleSample(text, "", {name: values[i] for name, values in truths.items()})
             for i, text in enumerate(completions)
         ]
-        return type(self).rule(samples)
+        return self._rule(samples)
 
 
 @reward("countdown")
 class Countdown(SingleRule):
     """Score of an equation of given numbers."""
 
-    rule = score_countdown
+    name = "countdown"
 
 
 @reward("gsm8k")
 class Gsm8k(SingleRule):
     """Strict score of a number behind ####."""
 
-    rule = score_gsm8k
+    name = "gsm8k"

@@ -10,23 +10,23 @@ from .sample import RuleSample
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>")
 ALLOWED = re.compile(r"[\d+\-*/().\s]+")
-FORMAT_SCORE = 0.1  # of an equation that is wrong
 TOLERANCE = 1e-5
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
-def score_countdown(samples: Sequence[RuleSample]) -> list[float | None]:
-    """Return 1 for an equation that uses each number once and equals the target, 0.1 for another, 0 without one.
+def score_countdown(samples: Sequence[RuleSample], format_score: float) -> list[float | None]:
+    """Return 1 for an equation that uses each number once and equals the target, 0 without an equation.
 
     The equation is in the last <answer> of the completion's last line. The row's truth is an object with `target` and
     `numbers`; without them there is no score.
+    format_score: score of another equation
     Source: TinyZero, https://github.com/Jiayi-Pan/TinyZero verl/utils/reward_score/countdown.py
     """
-    return [_score(sample) for sample in samples]
+    return [_score(sample, format_score) for sample in samples]
 
 
-def _score(sample: RuleSample) -> float | None:
+def _score(sample: RuleSample, format_score: float) -> float | None:
     task = parsed_object(sample.truth)
     if task.get("target") is None or task.get("numbers") is None:
         return None
@@ -35,10 +35,10 @@ def _score(sample: RuleSample) -> float | None:
         return 0.0
     numbers = sorted(int(number) for number in re.findall(r"\d{1,18}", equations[-1]))
     if numbers != sorted(int(number) for number in task["numbers"]):
-        return FORMAT_SCORE
+        return format_score
     value = value_of(equations[-1].strip())
     is_right = value is not None and abs(value - float(task["target"])) < TOLERANCE
-    return 1.0 if is_right else FORMAT_SCORE
+    return 1.0 if is_right else format_score
 
 
 def value_of(equation: str) -> float | None:
