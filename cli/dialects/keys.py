@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any, overload
 
@@ -109,48 +110,64 @@ class Keys:
         self._overridden = overridden
         self._leaves = dict(leaves(tree))
         self._taken: set[str] = set()
+        self._prefix = ""
+
+    def view(self, prefix: str) -> "Keys":
+        """Return the keys of a table, without its name. A key taken there is taken here."""
+        view = copy(self)
+        view._prefix = f"{self._prefix}{prefix}."
+        return view
+
+    def full(self, key: str) -> str:
+        """Return a key of a view as the config has it."""
+        return self._prefix + key
 
     def __contains__(self, key: str) -> bool:
         """Return whether a key has a value other than null."""
-        return self._leaves.get(key) is not None
+        return self._leaves.get(self.full(key)) is not None
 
     def source(self, key: str) -> str:
         """Return where a key is set, for messages and args.json."""
+        key = self.full(key)
         return f"{'command line' if key in self._overridden else self.file}: {key}"
 
     def shown(self, key: str) -> str:
         """Return a key with its value, as the beginning of a message."""
+        key = self.full(key)
         return f"{key} {show(self._leaves.get(key))}".rstrip()
 
     def under(self, prefix: str) -> list[str]:
         """Return the keys of a table, or of the tables of a list."""
-        return [key for key in self._leaves if key == prefix or key.startswith((f"{prefix}.", f"{prefix}["))]
+        return [key for key in self._keys() if key == prefix or key.startswith((f"{prefix}.", f"{prefix}["))]
 
     def names(self, prefix: str) -> list[str]:
         """Return the names that a table has, or the indexed names of a list of tables: `a.tasks[0]`."""
         depth = len(prefix) + 1
-        if any(key.startswith(f"{prefix}[") for key in self._leaves):
+        if any(key.startswith(f"{prefix}[") for key in self._keys()):
             return list(dict.fromkeys(f"{prefix}{INDEX.match(key, depth - 1)[0]}" for key in self.under(prefix)))  # type: ignore[index]
         return list(
-            dict.fromkeys(re.split(r"[.\[]", key[depth:])[0] for key in self._leaves if key.startswith(f"{prefix}."))
+            dict.fromkeys(re.split(r"[.\[]", key[depth:])[0] for key in self._keys() if key.startswith(f"{prefix}."))
         )
 
     def untaken(self) -> list[str]:
-        return [key for key in self._leaves if key not in self._taken]
+        return [key for key in self._keys() if self.full(key) not in self._taken]
 
     def peek(self, key: str) -> Any:
         """Return a value without taking it; None where the key is not set."""
-        return self._leaves.get(key)
+        return self._leaves.get(self.full(key))
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return a value, or the default where the key is not set or null."""
-        self._taken.add(key)
-        value = self._leaves.get(key)
+        self._taken.add(self.full(key))
+        value = self.peek(key)
         return default if value is None else value
 
     def drop(self, prefix: str) -> None:
         """Take all keys of a table."""
-        self._taken.update(self.under(prefix))
+        self._taken.update(map(self.full, self.under(prefix)))
+
+    def _keys(self) -> list[str]:
+        return [key[len(self._prefix) :] for key in self._leaves if key.startswith(self._prefix)]
 
     @overload
     def integer(self, key: str, default: int) -> int: ...

@@ -4,18 +4,16 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...templates.plural import plural
 from ..flags import Flag, UsageError
 from ..launch import under_torchrun
-from ..parse import CONFIG_FILE, ParsedFlags
+from ..parse import ParsedFlags
 from .keys import Keys, Tree, read_tree
+from .run_words import MODULES, RunWords, read_words
 from .translation import Dialect, Translation, check, translate
 
-USAGE = "megatron run FILE.yaml [key=value ...] [--flag value ...]"
-# Modules of other systems that `megatron run` takes for `python3 -m`, each with the dialect of its words.
-MODULES = {"verl.trainer.main_ppo": "verl", "siirl.main_dag": "siirl"}
 # Dialect -> module and name in it.
 DIALECTS = {
     "verl": ("verl", "VERL"),
@@ -25,54 +23,6 @@ DIALECTS = {
     "oumi": ("oumi", "OUMI"),
 }
 ROLL_ROLES = ("actor_train", "sft_train", "student", "student_train")
-
-
-@dataclass
-class RunWords:
-    """Words of `megatron run`, by kind."""
-
-    module: str | None = None  # of MODULES
-    file: str | None = None
-    overrides: list[str] = field(default_factory=list)  # key=value, +key=value, ~key
-    flags: list[str] = field(default_factory=list)  # --flag and its values: of this project
-
-
-def read_words(words: list[str]) -> RunWords:
-    """Return the words of `megatron run` by kind. `--a.b value` is the override a.b=value, as Oumi takes it.
-
-    Raises UsageError if there is neither a file nor a module.
-    """
-    found = RunWords()
-    rest = list(words)
-    if rest and rest[0] in MODULES:
-        found.module = rest.pop(0)
-    elif rest and not rest[0].startswith("-") and rest[0].endswith(CONFIG_FILE) and "=" not in rest[0]:
-        found.file = rest.pop(0)
-    is_override = True  # words up to the first flag of this project
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if word.startswith("--") and "." in name:
-            if not equals and not rest:
-                raise UsageError(f"{word}: has no value. Write {word[2:]}=VALUE.")
-            found.overrides.append(f"{name[2:]}={value if equals else rest.pop(0)}")
-            is_override = True
-        elif found.module and name.replace("_", "-") in ("--config-path", "--config-name"):
-            if not equals and not rest:
-                raise UsageError(f"{word}: has no value.")
-            found.overrides.append(f"hydra.{name[2:].replace('-', '_')}={value if equals else rest.pop(0)}")
-            is_override = True
-        elif word.startswith("--"):
-            found.flags.append(word)
-            is_override = bool(equals)
-        elif is_override:
-            found.overrides.append(word)
-        else:
-            found.flags.append(word)
-    if found.module is None and found.file is None:
-        modules = " or ".join(MODULES)
-        raise UsageError(f"{' '.join(['megatron run', *words[:1]])}: name a config file, or {modules}. Usage: {USAGE}")
-    return found
 
 
 def recognise(tree: Tree, file: str) -> str | None:
@@ -181,6 +131,10 @@ def read_config(argv: list[str]) -> ForeignConfig:
     words = read_words(argv)
     tree, problems = read_tree(words.file, words.overrides)
     name = MODULES[words.module] if words.module else recognise(tree, words.file or "")
+    if name == "verl" and not words.module:
+        from .verl import system_of
+
+        name = system_of(tree, words.file or "")
     if name is None:
         raise UsageError(
             f"{words.file}: a config of this project. Run it with megatron rlhf {words.file}, or pt or sft."

@@ -38,10 +38,19 @@ class Translation:
             return
         self.flags[flag], self.sources[flag] = value, source
 
+    def source(self, keys: Keys, key: str) -> str:
+        """Return where a key is set, or that its default holds."""
+        return keys.source(key) if key in keys else f"{self.dialect}'s default of {keys.full(key)}"
+
     def note(self, keys: Keys, key: str, text: str) -> None:
         """Say what becomes of a key that is not followed to the letter, and take it."""
         keys.take(key)
         self.notes.append(f"{keys.shown(key)}: {text}.")
+
+    def ignore(self, keys: Keys, key: str, why: str) -> None:
+        """Take a key that changes nothing here."""
+        keys.take(key)
+        self.needless[keys.full(key)] = why
 
     def refuse(self, keys: Keys, key: str, text: str) -> None:
         """Refuse a key, and take it. text: the problem and the fix, without the last full stop."""

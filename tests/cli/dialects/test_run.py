@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 from megaswift.cli.dialects.keys import Keys, read_tree
-from megaswift.cli.dialects.run import read_words, recognise
+from megaswift.cli.dialects.run import recognise
+from megaswift.cli.dialects.run_words import read_words
 from megaswift.cli.dialects.table import (
     computed,
     needless,
