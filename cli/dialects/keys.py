@@ -110,6 +110,7 @@ class Keys:
         self._overridden = overridden
         self._leaves = dict(leaves(tree))
         self._taken: set[str] = set()
+        self._origins: dict[str, str] = {}  # derived key -> key that it comes from
         self._prefix = ""
 
     def view(self, prefix: str) -> "Keys":
@@ -122,18 +123,25 @@ class Keys:
         """Return a key of a view as the config has it."""
         return self._prefix + key
 
+    def derive(self, key: str, value: OptionValue, origin: str) -> None:
+        """Give a key of a view a value that a key of the whole config implies, unless it has one of its own."""
+        key = self.full(key)
+        self._taken.add(origin)
+        if self._leaves.get(key) is None:
+            self._leaves[key], self._origins[key] = value, origin
+
     def __contains__(self, key: str) -> bool:
         """Return whether a key has a value other than null."""
         return self._leaves.get(self.full(key)) is not None
 
     def source(self, key: str) -> str:
         """Return where a key is set, for messages and args.json."""
-        key = self.full(key)
+        key = self._origins.get(self.full(key), self.full(key))
         return f"{'command line' if key in self._overridden else self.file}: {key}"
 
     def shown(self, key: str) -> str:
         """Return a key with its value, as the beginning of a message."""
-        key = self.full(key)
+        key = self._origins.get(self.full(key), self.full(key))
         return f"{key} {show(self._leaves.get(key))}".rstrip()
 
     def under(self, prefix: str) -> list[str]:

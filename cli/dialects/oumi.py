@@ -4,10 +4,13 @@ Read at oumi-ai/oumi d8ed077, and for `megatron` at its branch oelachqar/megatro
 """
 
 import math
+
 from ..launch import Processes, visible_gpus
 from .keys import Keys
 from .oumi_data import set_data, set_rewards
 from .oumi_rows import ROWS
+from .oumi_verl import ROWS as VERL_ROWS
+from .oumi_verl import set_verl
 from .translation import Dialect, Translation
 
 # training.trainer_type -> command, --rlhf_type ("": none).
@@ -63,14 +66,16 @@ def _compute(keys: Keys, translation: Translation) -> None:
     _set_backends(keys, translation)
     _set_recomputation(keys, translation)
     _set_run(keys, translation)
+    _leave_others(keys, translation, trainer, kind)
     if kind == "grpo":
         set_rewards(keys, translation, locations)
-    _leave_others(keys, translation, trainer, kind)
+    table = _grpo_table(keys, translation) if kind == "grpo" else ""
     if trainer == "VERL_GRPO":
+        set_verl(keys, translation, table)
         return
+    _set_reports(keys, translation)
     _set_schedule(keys, translation)
     _set_intervals(keys, translation, trainer)
-    table = _grpo_table(keys, translation) if kind == "grpo" else ""
     _set_batches(keys, translation, table)
     _set_lengths(keys, translation, trainer, table)
     if kind == "grpo":
@@ -181,7 +186,7 @@ def _set_recomputation(keys: Keys, translation: Translation) -> None:
             translation.set("recompute_modules", modules, keys.source(f"{table}.recompute_modules"))
 
 
-def _set_run(keys: Keys, translation: Translation) -> None:
+def _set_reports(keys: Keys, translation: Translation) -> None:
     reports = [
         name
         for name, is_default in (("tensorboard", True), ("wandb", False), ("mlflow", False))
@@ -189,6 +194,9 @@ def _set_run(keys: Keys, translation: Translation) -> None:
     ]
     translation.set("report_to", reports or ["none"], keys.source("training.enable_tensorboard"))
     _default(keys, translation, "logging_steps", 50, "training.logging_steps")
+
+
+def _set_run(keys: Keys, translation: Translation) -> None:
     key = "training.dataloader_num_workers"
     if keys.peek(key) != "auto" and (workers := keys.integer(key)) is not None:
         translation.set("dataloader_num_workers", workers, keys.source(key))
@@ -274,9 +282,7 @@ def _grpo_table(keys: Keys, translation: Translation) -> str:
 
 def _data_parallel_size(keys: Keys, translation: Translation) -> tuple[int, str]:
     """Return the size that the launcher's processes give, and how it comes about."""
-    sizes = [
-        keys.peek(f"megatron.{name}_parallel_size") or 1 for name in ("tensor_model", "pipeline_model", "context")
-    ]
+    sizes = [keys.peek(f"megatron.{name}_parallel_size") or 1 for name in ("tensor_model", "pipeline_model", "context")]
     processes = Processes.of_environment(visible_gpus()).world
     model = math.prod(sizes)
     if processes % model:
@@ -419,4 +425,4 @@ def _set_gkd(keys: Keys, translation: Translation) -> None:
         translation.set("temperature", keys.number(key), keys.source(key))
 
 
-OUMI = Dialect("Oumi", ROWS, _compute)
+OUMI = Dialect("Oumi", (*ROWS, *VERL_ROWS), _compute)

@@ -2,7 +2,8 @@
 
 import re
 
-from ...templates.formats.dataset_names import EXTENSIONS, extension, expand_user
+from ...templates.formats.dataset_names import EXTENSIONS, expand_user, extension
+from ..flags import Scalar
 from .keys import Keys
 from .table import Row, computed, needless, refused, under
 from .translation import Translation
@@ -143,7 +144,7 @@ def _set_order(keys: Keys, translation: Translation, split: str, tables: list[st
 
 
 def _set_mixture(keys: Keys, translation: Translation, tables: list[str]) -> None:
-    proportions = [keys.number(f"{table}.mixture_proportion") for table in tables]
+    proportions: list[Scalar] = [keys.number(f"{table}.mixture_proportion") for table in tables]
     strategy = keys.text("data.train.mixture_strategy", "first_exhausted").lower()
     if len(tables) > 1 and None not in proportions:
         translation.set("interleave_prob", proportions, keys.source(f"{tables[0]}.mixture_proportion"))

@@ -20,7 +20,7 @@ MODEL_ROWS = (
            {"flash_attention_2": "flash", "kernels-community/vllm-flash-attn3": "flash_3", "sdpa": "auto",
             "eager": "auto"}, KERNEL),
     only("load_pretrained_weights", True, fix="Training begins from a checkpoint. Set true"),
-    only("chat_template", "auto", fix="The chat template is that of the model's tokenizer. Write it there, and set auto"),
+    only("chat_template", "auto", fix="The tokenizer has the chat template. Write it there, and set auto"),
     only("compile", False, fix="Layers are megatron-core's. Set false"),
     refused("chat_template_kwargs.**", "set a column chat_template_kwargs in the rows, or --enable_thinking"),
     needless("tokenizer_pad_token", "samples are laid end to end, without padding"),
@@ -119,7 +119,7 @@ GRPO_ROWS = (
     same("log_completions", "log_completions"),
     needless("remove_unused_columns", "rewards get the columns that they name"),
     refused("model_init_kwargs.**", CLASS_ARGUMENT),
-    refused("rollout_function", "is a Python function of Oumi's. Write a scheduler (docs/grpo.md): --multi_turn_scheduler"),
+    refused("rollout_function", "is a Python function of Oumi's. Write a scheduler (docs/grpo.md)"),
 )  # fmt: skip
 
 GKD_ROWS = (
