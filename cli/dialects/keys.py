@@ -111,6 +111,7 @@ class Keys:
         self._leaves = dict(leaves(tree))
         self._taken: set[str] = set()
         self._origins: dict[str, str] = {}  # derived key -> key that it comes from
+        self._files: dict[str, str] = {}  # keys of other files
         self._prefix = ""
 
     def view(self, prefix: str) -> "Keys":
@@ -130,6 +131,17 @@ class Keys:
         if self._leaves.get(key) is None:
             self._leaves[key], self._origins[key] = value, origin
 
+    def add_file(self, tree: Tree, file: str) -> None:
+        """Add the keys of another file to those of a view, which go before."""
+        for name, value in leaves(tree):
+            key = self.full(name)
+            if key not in self._leaves:
+                self._leaves[key], self._files[key] = value, file
+
+    def is_overridden(self, key: str) -> bool:
+        """Return whether the command line sets a key."""
+        return self.full(key) in self._overridden
+
     def __contains__(self, key: str) -> bool:
         """Return whether a key has a value other than null."""
         return self._leaves.get(self.full(key)) is not None
@@ -137,7 +149,8 @@ class Keys:
     def source(self, key: str) -> str:
         """Return where a key is set, for messages and args.json."""
         key = self._origins.get(self.full(key), self.full(key))
-        return f"{'command line' if key in self._overridden else self.file}: {key}"
+        file = "command line" if key in self._overridden else self._files.get(key, self.file)
+        return f"{file}: {key}"
 
     def shown(self, key: str) -> str:
         """Return a key with its value, as the beginning of a message."""
