@@ -1,6 +1,6 @@
 """Report of `--dry_run true`: options, layout, steps, and the command that starts the processes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..bridge.option_groups import flag_value, flag_values
@@ -12,6 +12,7 @@ from ..templates.plural import plural
 from .checks.common import check_writable
 from .flags import flags_of, show
 from .launch import Processes, shown_command, torchrun_command
+from .rollout_servers import RolloutServer
 
 
 def report(
@@ -21,10 +22,12 @@ def report(
     layout: ProcessLayout,
     processes: Processes,
     settings: Mapping[str, str],
+    servers: Sequence[RolloutServer] = (),
 ) -> str:
     """Return the report. Tokenizes the dataset into the token cache, and reads the headers of the weights.
 
     argv: program, command, flags
+    servers: rollout servers that the run starts
     Raises the errors that the run would raise about data, weights and output folder.
     """
     check_writable(options)
@@ -48,11 +51,23 @@ def report(
         f"{plural(training.global_batch_size // samples_per_pass, 'micro batch')}",
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
+        *_server_lines(processes, servers),
         f"  command           {shown_command(torchrun_command(processes, _without_dry_run(argv)), settings)}",
         "",
         "Dry run: nothing was trained.",
     ]
     return "\n".join(lines)
+
+
+def _server_lines(processes: Processes, servers: Sequence[RolloutServer]) -> list[str]:
+    """Return the placement of training and rollout servers, with the servers' commands."""
+    if not servers:
+        return []
+    lines = [f"  training          {plural(processes.per_node, 'process')}"]
+    for server in servers:
+        command = shown_command(["swift", *server.words(port=0)], server.settings())
+        lines.append(f"  {server.name}: {command}")
+    return lines
 
 
 def _check_weights(options: SftOptions) -> None:

@@ -83,17 +83,22 @@ def under_torchrun() -> bool:
 
 def visible_gpus() -> int:
     """Return the number of NVIDIA GPUs visible to a new process, without torch."""
+    return len(visible_gpu_names())
+
+
+def visible_gpu_names() -> list[str]:
+    """Return the names of these GPUs as CUDA_VISIBLE_DEVICES has them: indices, UUIDs or MIG slices."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and (not visible.strip() or visible.strip().startswith("-")):
-        return 0
+        return []
     installed = len([entry for entry in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", entry.name)])
     if not installed and shutil.which("nvidia-smi"):  # WSL has no such devices
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
         installed = listing.stdout.count("GPU ") if listing.returncode == 0 else 0
     if not installed or visible is None:
-        return installed
+        return [str(index) for index in range(installed)]
     names = [name.strip() for name in visible.split(",")]
-    return len([name for name in names if not name.isdigit() or int(name) < installed])  # not digits: MIG slices, UUIDs
+    return [name for name in names if not name.isdigit() or int(name) < installed]  # not digits: MIG slices, UUIDs
 
 
 def unseen_gpus(gpus: int) -> list[str]:
@@ -120,8 +125,11 @@ def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
     ]
 
 
-def _check_port(port: int) -> None:
-    """Raise UsageError if this machine cannot listen on a port."""
+def check_port(processes: Processes) -> None:
+    """Raise UsageError if this node is to listen on MASTER_PORT and cannot."""
+    port = processes.master_port
+    if not port or processes.node_rank:  # the first node listens
+        return
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite TIME_WAIT of an earlier run
         try:
@@ -162,20 +170,33 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str], *,
     os.environ.update(settings)
     if under_torchrun():
         return
-    if processes.master_port and processes.node_rank == 0:  # the node that listens
-        _check_port(processes.master_port)
+    check_port(processes)
     if processes.world == 1 and not processes.max_restarts:
         port = processes.master_port or 0  # 0: the OS chooses when it opens, so that simultaneous runs do not collide
         variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"})
         return
-    command = torchrun_command(processes, [word for word, is_secret in _mark_secrets(argv) if not is_secret])
-    console.record(shown_command(command, settings))
+    command, variables = torchrun_launch(processes, argv, settings, output=output)
     print(f"Starting {plural(processes.per_node, 'process')}", file=sys.stderr, flush=True)
-    os.environ["PYTHONSAFEPATH"] = "1"  # a types.py in the working folder must not shadow the module
-    os.environ[HIDDEN] = json.dumps([word for word, is_secret in _mark_secrets(argv) if is_secret])
-    os.environ |= {STARTED: secrets.token_hex(8), **console.handover_env()} | ({OUTPUT: str(output)} if output else {})
+    os.environ |= variables
     os.execv(sys.executable, command)
+
+
+def torchrun_launch(
+    processes: Processes, argv: list[str], settings: Mapping[str, str], *, output: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Return the torchrun command for `argv` without tokens and keys, and the variables to set for it."""
+    words = [*_mark_secrets(argv)]
+    command = torchrun_command(processes, [word for word, is_secret in words if not is_secret])
+    console.record(shown_command(command, settings))
+    variables = {
+        STARTED: secrets.token_hex(8),
+        HIDDEN: json.dumps([word for word, is_secret in words if is_secret]),
+        "PYTHONSAFEPATH": "1",  # a types.py in the working folder must not shadow the module
+        **console.handover_env(),
+        **({OUTPUT: str(output)} if output else {}),
+    }
+    return command, variables
 
 
 def open_gpu(gpus: int) -> None:
@@ -196,6 +217,11 @@ def end_with_torchrun() -> None:
     if not os.environ.get(STARTED):
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends (on Linux), however that ends."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

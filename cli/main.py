@@ -127,7 +127,8 @@ def swift() -> NoReturn:
 
 def main(program: str, argv: list[str]) -> int:
     """Run a command line. Return its exit code: 2 for invalid options, 1 if the task fails."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # before the imports, during which another process may fail
+    # Before the imports, during which another process may fail. The second: launch.HIDDEN, of a server, too.
+    if os.environ.keys() & {"TORCHELASTIC_RUN_ID", "MEGASWIFT_HIDDEN_WORDS"}:
         from .launch import end_with_torchrun, hidden_words
 
         end_with_torchrun()
@@ -289,12 +290,14 @@ def _run_training(command: Command, options: Options, sources: Sources, notes: l
         start,
         under_torchrun,
         unseen_gpus,
-        visible_gpus,
+        visible_gpu_names,
     )
+    from .rollout_servers import Placement, plan_servers
 
     if not options.training.dry_run:
         console.start_copy(shown_command(argv, {}))
-    gpus = visible_gpus()
+    placement = Placement.of(options, visible_gpu_names())
+    gpus = len(placement.training)
     notes += unseen_gpus(gpus)
     processes = Processes.of_environment(gpus)
     layout = ProcessLayout.of(options.build, processes.world)
@@ -303,14 +306,21 @@ def _run_training(command: Command, options: Options, sources: Sources, notes: l
     sources |= _derived(before, options)
     _print_notes(notes)
     settings = environment(options.build, processes, gpus)
+    servers = plan_servers(options, placement) if placement.servers else []
+    if servers and gpus:
+        settings["CUDA_VISIBLE_DEVICES"] = ",".join(placement.training)
     if options.training.dry_run:
         from .dry_run import report
 
-        print(report(argv, options, sources, layout, processes, settings))
+        print(report(argv, options, sources, layout, processes, settings, servers))
         return 0
     if not under_torchrun() and processes.node_rank == 0:
         check_writable(options)
         check_lock(options)
+    if servers:
+        from .supervisor import run_with_servers
+
+        return run_with_servers(processes, argv, settings, servers, options, output=output_folder(options))
     start(processes, argv, settings, output=output_folder(options))
     open_gpu(gpus)
     return _run(command, options, sources)

@@ -10,6 +10,7 @@ from ...tasks.options import GkdOptions, GrpoOptions, PpoOptions, TeacherOptions
 from ...tasks.rollout.addresses import server_urls
 from ..flags import UsageError, flags_of, show, usage_errors
 from .model import SAFETENSORS, HfConfig, count_experts, read_model_config
+from .rollout_servers import check_rollout_servers
 
 type GeneratingOptions = GrpoOptions | GkdOptions
 
@@ -49,7 +50,7 @@ SERVER_FLAGS = (
     "vllm_server_host", "vllm_server_base_url", "vllm_server_port", "vllm_server_api_key", "vllm_server_timeout",
     "server_reconnect_timeout",
 )  # fmt: skip
-COLOCATED_FLAGS = (
+VLLM_FLAGS = (
     "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "vllm_enforce_eager",
     "vllm_enable_prefix_caching", "vllm_gpu_memory_utilization", "vllm_engine_kwargs",
 )  # fmt: skip
@@ -58,6 +59,7 @@ COLOCATED_FLAGS = (
 def check_generation(options: GeneratingOptions, sources: Mapping[str, str]) -> None:
     """Raise UsageError for options of generation that cannot be used together."""
     _check_lengths(options)
+    check_rollout_servers(options, sources)
     _check_engine(options, sources)
     if isinstance(options, GkdOptions):
         _check_distillation(options)
@@ -141,40 +143,45 @@ def _check_engine(options: GeneratingOptions, sources: Mapping[str, str]) -> Non
     if isinstance(options, GkdOptions) and options.teacher.teacher_model_server:
         teacher_flags = "vllm_server_timeout", "server_reconnect_timeout"  # also read for the teacher's server
         flags = [name for name in flags if name not in teacher_flags]
+    starts_servers = engine.rollout_num_gpus > 0
     has_address = bool(engine.vllm_server_host or engine.vllm_server_base_url) and engine.use_vllm is not False
     uses_server = engine.vllm_mode == "server" or (engine.vllm_mode is None and has_address)
     if flags and not uses_server:
         raise UsageError(f"{as_flag(flags[0], options)}: only for --vllm_mode server. Remove it.")
-    if engine.vllm_mode and engine.use_vllm is False:
+    if engine.vllm_mode and engine.use_vllm is False and not starts_servers:
         raise UsageError(f"--vllm_mode {engine.vllm_mode} cannot be used with --use_vllm false. Remove one of them.")
-    if uses_server:
+    if uses_server and not starts_servers:
         with usage_errors():
             server_urls(engine)
     if isinstance(options, GrpoOptions) and options.async_generate:
         _check_async(options, uses_server=uses_server)
     check_key("vllm_server_api_key", engine.vllm_server_api_key)
     _check_offload(options)
-    is_colocated = engine.vllm_mode == "colocate" or bool(engine.use_vllm and not uses_server)
-    if is_colocated and importlib.util.find_spec("vllm") is None:
-        flag = f"--vllm_mode {engine.vllm_mode}" if engine.vllm_mode else "--use_vllm true"
+    is_colocated = engine.vllm_mode == "colocate"
+    needs_vllm = is_colocated or bool(engine.use_vllm and (starts_servers or not uses_server))
+    if needs_vllm and importlib.util.find_spec("vllm") is None:
+        flag = "--vllm_mode colocate" if is_colocated else "--use_vllm true"
         raise UsageError(
             f"{flag}: vLLM is not installed here. Run `pip install 'megaswift[vllm]'`, or set --use_vllm false, or "
             "--vllm_mode server with the address of a `swift rollout`."
         )
-    _check_colocated(options, sources, uses_server=uses_server)
+    _check_vllm(options, sources, uses_server=uses_server and not starts_servers)
 
 
-def _check_colocated(options: GeneratingOptions, sources: Mapping[str, str], *, uses_server: bool) -> None:
-    """Raise UsageError for unread options of colocated vLLM, and for a --vllm_max_model_len too short for the run."""
+def _check_vllm(options: GeneratingOptions, sources: Mapping[str, str], *, uses_server: bool) -> None:
+    """Raise UsageError for unread options of vLLM, and for a --vllm_max_model_len too short for the run.
+
+    uses_server: whether a server generates that the user has started
+    """
     engine = options.engine
-    flags = _set_by_user((*COLOCATED_FLAGS, "sleep_level"), sources)
+    flags = _set_by_user((*VLLM_FLAGS, "sleep_level"), sources)
     if not options.rolls_out:
         if flags:
             raise UsageError(
                 f"{as_flag(flags[0], options)} cannot be used with --lmbda 0: the student generates nothing. Remove it."
             )
     elif uses_server:
-        if flags := _set_by_user(COLOCATED_FLAGS, sources):
+        if flags := _set_by_user(VLLM_FLAGS, sources):
             raise UsageError(
                 f"{as_flag(flags[0], options)}: only for vLLM in the training processes, and a server generates. Set "
                 "it for `swift rollout`, and remove it here."

@@ -27,7 +27,8 @@ def check_vllm_lora(options: GrpoOptions | GkdOptions, model: HfConfig | None) -
     flag = "--vllm_enable_lora true"
     if not options.tuner.has_adapters:
         raise UsageError(f"{flag}: only for --tuner_type lora, and all weights are trained. Remove it.")
-    uses_server = engine.vllm_mode == "server" or bool(engine.vllm_server_host or engine.vllm_server_base_url)
+    has_address = bool(engine.vllm_server_host or engine.vllm_server_base_url)
+    uses_server = not engine.rollout_num_gpus and (engine.vllm_mode == "server" or has_address)
     if engine.use_vllm is False or (not uses_server and importlib.util.find_spec("vllm") is None):
         reason = "--use_vllm false is set" if engine.use_vllm is False else "it is not installed here"
         raise UsageError(f"{flag}: only for vLLM, and {reason}. Remove it.")

@@ -64,6 +64,12 @@ class EngineOptions(VllmOptions):
         Literal["colocate", "server"] | None,
         "vLLM in the training processes, or in a `swift rollout`. Default: server if an address is set.",
     ] = None
+    rollout_num_gpus: Annotated[
+        int,
+        "GPUs of this node that serve rollouts: the command starts one `swift rollout` server for each "
+        "--vllm_tensor_parallel_size of them, and ends with them. Without GPUs: processes. 0: no servers.",
+        "[0, inf)",
+    ] = 0
     vllm_server_host: Annotated[list[str], "Hosts of the servers. Default: 127.0.0.1."] = field(default_factory=list)
     vllm_server_port: Annotated[list[int], "Port of each server, or one for all.", "[1, 65535]"] = field(
         default_factory=lambda: [8000]

@@ -1,9 +1,27 @@
 """Addresses of rollout servers. This module imports no torch: the command line checks flags with it."""
 
 import ipaddress
+import json
+import os
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from ..options.rollout import EngineOptions
+
+STARTED_SERVERS = "MEGASWIFT_ROLLOUT_SERVERS"  # environment variable of the trainer: a StartedServers as JSON
+
+
+class StartedServers(NamedTuple):
+    """Servers that the run's command has started (--rollout_num_gpus)."""
+
+    urls: list[str]
+    api_key: str
+
+
+def started_servers() -> StartedServers | None:
+    """Return the servers that the launcher of this process has started; None in the launcher itself."""
+    text = os.environ.get(STARTED_SERVERS)
+    return StartedServers(*json.loads(text)) if text else None
 
 
 def check_address(flag: str, url: str) -> None:

@@ -16,11 +16,12 @@ ROOT = Path(__file__).parents[2]
 def names_read() -> set[str]:
     """Names read as `options.name`, or by `for n in ("name", ...): getattr(options, n)`.
 
-    Or by a comprehension of that shape. In the rooms, not in the command line's checks: these do nothing with what they
-    read.
+    Or by a comprehension of that shape. In the rooms and in what starts processes, not in the command line's checks:
+    these do nothing with what they read.
     """
     files = [file for room in ("bridge", "templates", "tasks") for file in (ROOT / room).rglob("*.py")]
-    files = [file for file in files if file.name not in ("options.py", "option_groups.py")] + [ROOT / "cli" / "main.py"]
+    files = [file for file in files if file.name not in ("options.py", "option_groups.py")]
+    files += [ROOT / "cli" / name for name in ("main.py", "rollout_servers.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     for node in nodes:

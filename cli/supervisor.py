@@ -1,0 +1,234 @@
+"""Parent of a run's torchrun and of the rollout servers that it needs: they end together.
+
+- The trainer's end is the run's: its exit code is the command's, and the servers are ended.
+- A server that ends before is an error: its last lines are shown, and the trainer is ended.
+- SIGINT, SIGTERM, SIGUSR1 and SIGHUP go on to torchrun, as if it had replaced this process.
+- If this process is killed, a guard kills the sessions of the trainer and the servers, with what they have started.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from ..tasks.options import GkdOptions, GrpoOptions
+from ..tasks.rollout.addresses import STARTED_SERVERS, StartedServers
+from ..tasks.run.resume import OUTPUT, STARTED, launched_run_dir
+from ..tasks.system import console
+from ..templates.plural import plural
+from .launch import Processes, check_port, end_with_parent, torchrun_launch
+from .rollout_servers import HOST, RolloutServer, free_ports
+
+POLL = 0.1  # seconds
+SERVER_PATIENCE = 10.0  # seconds for a server to end after SIGTERM
+TRAINER_PATIENCE = 20.0  # seconds for the trainer to end after SIGINT, as it frees its servers
+TAIL = 15  # lines of a server's log in an error
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def run_with_servers(
+    processes: Processes,
+    argv: list[str],
+    settings: Mapping[str, str],
+    servers: Sequence[RolloutServer],
+    options: GrpoOptions | GkdOptions,
+    *,
+    output: Path,
+) -> int:
+    """Start servers and training, wait for the end of both, and return the exit code.
+
+    output: parent of the run's folder, which gets the servers' logs
+    Raises UsageError if MASTER_PORT cannot be used.
+    """
+    check_port(processes)
+    key = secrets.token_urlsafe(24)  # of this run alone: nobody else is to use its servers
+    with contextlib.ExitStack() as reserved, Supervisor(output) as supervisor:
+        ports = free_ports(len(servers), reserved)
+        addresses = StartedServers([f"http://{HOST}:{port}" for port in ports], key)
+        print(
+            f"Starting {plural(processes.per_node, 'process')} and {plural(len(servers), 'rollout server')}",
+            file=sys.stderr,
+            flush=True,
+        )
+        for server, port in zip(servers, ports, strict=True):
+            supervisor.start_server(server, server.command(port), server.environment(key, options.hub_token))
+        command, variables = torchrun_launch(processes, argv, settings, output=output)
+        os.environ |= {name: variables[name] for name in (STARTED, OUTPUT)}  # `launched_run_dir` reads them
+        trainer_environment = os.environ | settings | variables | {STARTED_SERVERS: json.dumps(addresses)}
+        return supervisor.supervise(command, trainer_environment)
+
+
+@dataclass
+class StartedServer:
+    """A rollout server's process, and the file with its output."""
+
+    server: RolloutServer
+    process: subprocess.Popen
+    log: Path
+
+    def failure(self) -> str:
+        """Return the error for a server that has ended by itself."""
+        code = self.process.returncode
+        end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        with contextlib.suppress(OSError):
+            if lines := console.visible_text(self.log.read_text(errors="replace")).strip().splitlines()[-TAIL:]:
+                return "\n  ".join([f"error: {self.server.name} {end}. The end of {self.log}:", *lines])
+        return f"error: {self.server.name} {end}, without a word"
+
+
+class Supervisor:
+    """Processes of a run with servers, each in a session of its own, which end with the context."""
+
+    def __init__(self, output: Path):
+        self._output, self._time = output, time.strftime("%Y%m%d-%H%M%S")
+        self._servers: list[StartedServer] = []
+        self._trainer: subprocess.Popen | None = None
+        self._signals: list[int] = []  # received so far
+        self._are_logs_moved = False
+
+    def __enter__(self) -> "Supervisor":
+        self._guard = Guard()
+        self._former = {number: signal.getsignal(number) for number in FORWARDED}
+        for number, handler in self._former.items():
+            if handler != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._forward)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        processes = [server.process for server in self._servers]
+        if self._trainer is not None:
+            self._end([self._trainer], signal.SIGKILL, 0)
+        self._end(processes, signal.SIGTERM, SERVER_PATIENCE)
+        self._move_logs()
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._guard.close()
+
+    def start_server(self, server: RolloutServer, command: list[str], environment: Mapping[str, str]) -> None:
+        """Start a server, whose output goes to a file in the output folder."""
+        self._output.mkdir(parents=True, exist_ok=True)
+        log = self._output / f"rollout-server-{server.number}-{self._time}.log"
+        with log.open("ab") as stream:
+            process = self._start(command, environment, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL)
+        self._servers.append(StartedServer(server, process, log))
+
+    def supervise(self, command: list[str], environment: Mapping[str, str]) -> int:
+        """Start the trainer, wait until it or a server ends, and return the run's exit code."""
+        trainer = self._trainer = self._start(command, environment)
+        for number in self._signals:  # received during the start
+            trainer.send_signal(number)
+        while (code := trainer.poll()) is None:
+            if self._lost_server() is not None and not self._signals:
+                break
+            self._move_logs()
+            time.sleep(POLL)
+        if (lost := self._lost_server()) is not None and code != 0 and not self._signals:
+            self._report(lost.failure())
+            self._end([trainer], signal.SIGINT, TRAINER_PATIENCE)
+            return code or 1
+        return 128 - code if code and code < 0 else code or 0
+
+    def _start(self, command: list[str], environment: Mapping[str, str], **streams: object) -> subprocess.Popen:
+        # A session of its own: Ctrl-C in the terminal comes once, from this process.
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+            **streams,  # pyright: ignore[reportArgumentType, reportCallIssue]
+        )
+        self._guard.add(process.pid)
+        return process
+
+    def _end(self, processes: Sequence[subprocess.Popen], number: int, patience: float) -> None:
+        """Signal processes that still run, wait for their end, and kill what is left of their sessions."""
+        for process in processes:
+            process.send_signal(number)  # nothing where it has ended
+        deadline = time.monotonic() + patience
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            kill_session(process.pid)
+            process.wait()
+            self._guard.remove(process.pid)
+
+    def _lost_server(self) -> StartedServer | None:
+        return next((server for server in self._servers if server.process.poll() is not None), None)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+        if self._trainer is not None:
+            self._trainer.send_signal(number)
+
+    def _move_logs(self) -> None:
+        """Move the servers' logs into the run's folder, once it exists. The servers go on writing to them."""
+        if self._are_logs_moved or (folder := launched_run_dir()) is None:
+            return
+        self._are_logs_moved = True
+        for server in self._servers:
+            with contextlib.suppress(OSError):
+                server.log = server.log.rename(folder / server.log.name)
+
+    def _report(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(console.color_label(text, sys.stderr), file=sys.stderr, flush=True)
+        if folder := launched_run_dir():
+            console.append(console.log_file(folder), text)
+
+
+class Guard:
+    """Child process that kills sessions when this process ends without having removed them, as by SIGKILL."""
+
+    def __init__(self):
+        reader, self._writer = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if not self._pid:
+            os.close(self._writer)
+            _kill_at_end(reader)
+        os.close(reader)
+
+    def add(self, session: int) -> None:
+        os.write(self._writer, f"+{session}\n".encode())
+
+    def remove(self, session: int) -> None:
+        os.write(self._writer, f"-{session}\n".encode())
+
+    def close(self) -> None:
+        os.close(self._writer)
+        os.waitpid(self._pid, 0)
+
+
+def _kill_at_end(reader: int) -> NoReturn:
+    """Read the sessions to kill until the pipe's writer has ended. In the guard's process."""
+    with contextlib.suppress(BaseException):
+        os.setsid()
+        for number in (*FORWARDED, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        for session in _sessions_left(reader):
+            kill_session(session)
+    os._exit(0)
+
+
+def _sessions_left(reader: int) -> Iterator[int]:
+    sessions: set[int] = set()
+    with os.fdopen(reader) as lines:
+        for line in lines:
+            (sessions.add if line[0] == "+" else sessions.discard)(int(line[1:]))
+    yield from sessions
+
+
+def kill_session(session: int) -> None:
+    """Kill the processes of a session that are in its first process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
