@@ -129,6 +129,16 @@ def read_config(argv: list[str]) -> ForeignConfig:
     Raises UsageError with every refused key.
     """
     words = read_words(argv)
+    translation = translate_words(words)
+    check(translation)
+    return ForeignConfig(words, translation)
+
+
+def translate_words(words: RunWords) -> Translation:
+    """Return the translation of a config, with the keys that are refused.
+
+    Raises UsageError for a config that cannot be read, or is of no known system.
+    """
     tree, problems = read_tree(words.file, words.overrides)
     name = MODULES[words.module] if words.module else recognise(tree, words.file or "")
     if name == "verl" and not words.module:
@@ -142,8 +152,7 @@ def read_config(argv: list[str]) -> ForeignConfig:
     keys = Keys(tree, words.file or "command line", frozenset(_key(word) for word in words.overrides))
     translation = translate(load_dialect(name), keys)
     translation.refused[:0] = problems
-    check(translation)
-    return ForeignConfig(words, translation)
+    return translation
 
 
 def load_dialect(name: str) -> Dialect:

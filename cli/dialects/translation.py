@@ -155,12 +155,35 @@ def _equal(value: OptionValue, other: OptionValue) -> bool:
 
 def _unknown(key: str, rows: Iterable[str]) -> str:
     """Return the message for a key without a row, with the nearest one: of the same table, else of all."""
-    names = [name for name in rows if "*" not in name]
+    rows = list(rows)
     parent, _, name = key.rpartition(".")
-    siblings = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == parent}
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
-    nearest = [siblings[close[0]]] if close else difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    siblings = {row.rpartition(".")[2] for row in rows if _fits(parent.split("."), row.rpartition(".")[0].split("."))}
+    sibling = _nearest(name, siblings - {"*", "**", "*[]"})
+    if sibling:
+        return f"no such key. The nearest is {f'{parent}.{sibling}' if parent else sibling}"
+    nearest = difflib.get_close_matches(key, [row for row in rows if "*" not in row], n=1, cutoff=0.6)
     return "no such key. " + (f"The nearest is {nearest[0]}" if nearest else "Remove it")
+
+
+def _nearest(name: str, others: Iterable[str]) -> str | None:
+    """Return the name with the fewest changed letters, up to a third of them and at least one, else a similar one."""
+    others = sorted(others)
+    distances = {other: _distance(name, other) for other in others if abs(len(name) - len(other)) <= len(name) // 3 + 1}
+    closest = min(distances, key=distances.__getitem__, default="")
+    if closest and distances[closest] <= max(1, len(name) // 3):
+        return closest
+    similar = difflib.get_close_matches(name, others, n=1, cutoff=0.6)
+    return similar[0] if similar else None
+
+
+def _distance(one: str, other: str) -> int:
+    """Return the number of letters to change, add or remove (Levenshtein)."""
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        previous, row = row, [i]
+        for j, target in enumerate(other, 1):
+            row.append(min(previous[j] + 1, row[-1] + 1, previous[j - 1] + (letter != target)))
+    return row[-1]
 
 
 def check(translation: Translation) -> None:

@@ -51,10 +51,11 @@ class TreeDefaults:
     lr_decay_style: str
     sequence_parallel: bool
     kl_horizon: int
+    first_generation: int  # number from which generations are counted for trainer.critic_warmup
 
 
-VERL_DEFAULTS = TreeDefaults("constant", sequence_parallel=True, kl_horizon=10_000)
-SIIRL_DEFAULTS = TreeDefaults("linear", sequence_parallel=False, kl_horizon=1_000)
+VERL_DEFAULTS = TreeDefaults("constant", sequence_parallel=True, kl_horizon=10_000, first_generation=1)
+SIIRL_DEFAULTS = TreeDefaults("linear", sequence_parallel=False, kl_horizon=1_000, first_generation=0)
 
 
 def translate_tree(keys: Keys, translation: Translation, defaults: TreeDefaults) -> None:
@@ -75,7 +76,7 @@ def translate_tree(keys: Keys, translation: Translation, defaults: TreeDefaults)
     set_reference(keys, translation, is_used=has_reference)
     set_critic(keys, translation, is_used=has_critic)
     if has_critic:
-        set_critic_warmup(keys, translation, generation.steps, generation.text)
+        set_critic_warmup(keys, translation, generation, first=defaults.first_generation)
     set_engine(keys, translation, gpus_of_node=processes // max(translation.nodes, 1))
     set_run(keys, translation)
     for key in keys.untaken():

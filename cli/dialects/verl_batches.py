@@ -139,7 +139,7 @@ def set_schedule(keys: Keys, translation: Translation, generation: Generation) -
     optim = keys.view(f"{ACTOR}.optim")
     warmup = optim.integer("lr_warmup_steps", -1)
     share = optim.number("lr_warmup_steps_ratio", 0.0)
-    if warmup >= 0:
+    if warmup > 0:
         translation.set("lr_warmup_iters", warmup * generation.steps, generation.times(optim, "lr_warmup_steps"))
         if share:
             translation.ignore(optim, "lr_warmup_steps_ratio", "lr_warmup_steps is set")

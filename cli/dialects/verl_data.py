@@ -134,7 +134,9 @@ def set_evaluation(keys: Keys, translation: Translation, generation: Generation,
     if not sampling.boolean("do_sample", False):
         translation.set("eval_temperature", 0.0, f"{translation.source(sampling, 'do_sample')} false: greedy")
         for name in names[1:4]:
-            if name in sampling:
+            if name in sampling and float(sampling.number(name, 0)) not in (0.0, 1.0, -1.0):
+                translation.note(sampling, name, "evaluations are greedy without do_sample true")
+            elif name in sampling:
                 translation.ignore(sampling, name, "read with do_sample true alone")
         return
     translation.set(

@@ -3,6 +3,7 @@
 from ..flags import OptionValue, Scalar
 from .keys import Keys
 from .translation import Translation
+from .verl_batches import Generation
 
 ACTOR = "actor_rollout_ref.actor"
 # adv_estimator -> flags of GRPO
@@ -72,12 +73,13 @@ def _set_warmup(keys: Keys, translation: Translation, *, has_critic: bool) -> No
         translation.ignore(keys, "trainer.critic_warmup", "there is no critic without algorithm.adv_estimator gae")
 
 
-def set_critic_warmup(keys: Keys, translation: Translation, steps: int, text: str) -> None:
-    """Set the steps in which the critic alone learns. The policy learns from generation `critic_warmup` on."""
-    generations = keys.integer("trainer.critic_warmup", 0) - 1
+def set_critic_warmup(keys: Keys, translation: Translation, generation: Generation, *, first: int) -> None:
+    """Set the steps in which the critic alone learns: before generation `critic_warmup`, counted from `first`."""
+    key = "trainer.critic_warmup"
+    generations = keys.integer(key, 0) - first
     if generations > 0:
-        source = f"{keys.source('trainer.critic_warmup')} less the first generation that trains the policy, x {text}"
-        translation.set("critic_warmup", generations * steps, source)
+        start = f"{keys.source(key)} less {first}" if first else keys.source(key)
+        translation.set("critic_warmup", generations * generation.steps, f"{start} generations x {generation.text}")
 
 
 def _set_groups(keys: Keys, translation: Translation) -> None:
@@ -173,19 +175,30 @@ def set_policy_loss(keys: Keys, translation: Translation, *, has_critic: bool) -
         source = actor.source("policy_loss.loss_mode")
         level = "sequence_token" if has_critic else "sequence"
         translation.set("importance_sampling_level", level, source)
-        loss_type, loss_agg_mode, read_mode = "grpo", None, aggregation
-        if "loss_agg_mode" in actor and read_mode != "seq-mean-token-mean":
-            translation.note(actor, "loss_agg_mode", "gspo takes seq-mean-token-mean, here as there")
+        loss_type, loss_agg_mode = "grpo", None
     elif mode == "cispo":
         source = actor.source("policy_loss.loss_mode")
         loss_agg_mode = None if loss_type == "dapo" else aggregation
         loss_type = "cispo"
+    elif mode == "sapo":
+        source = actor.source("policy_loss.loss_mode")
+        loss_type, loss_agg_mode = "sapo", None
+        for name in ("tau_pos", "tau_neg"):
+            if name in actor:
+                translation.set(name, actor.number(name), actor.source(name))
     elif mode != "vanilla":
-        translation.refuse(actor, "policy_loss.loss_mode", "not supported. Choose one of vanilla, gspo, cispo")
+        translation.refuse(actor, "policy_loss.loss_mode", "not supported. Choose one of vanilla, gspo, cispo, sapo")
+    for name in ("tau_pos", "tau_neg"):
+        if name in actor and mode != "sapo":
+            translation.ignore(actor, name, "read with policy_loss.loss_mode sapo alone")
+    if mode in ("gspo", "sapo") and "loss_agg_mode" in actor and aggregation != "seq-mean-token-mean":
+        translation.note(actor, "loss_agg_mode", f"{mode} takes seq-mean-token-mean, here as there")
     translation.set("loss_type", loss_type, source)
     if loss_agg_mode:
         translation.set("loss_agg_mode", loss_agg_mode, translation.source(actor, "loss_agg_mode"))
     _set_clipping(actor, translation, mode)
+    if actor.boolean("calculate_entropy", False):
+        translation.set("log_entropy", True, actor.source("calculate_entropy"))
     bonus = actor.number("entropy_coeff", 0.0)
     if bonus and aggregation != "token-mean":
         translation.refuse(
@@ -222,8 +235,8 @@ def _set_clipping(actor: Keys, translation: Translation, mode: str) -> None:
     bound, source = actor.number("clip_ratio_c", 3.0), translation.source(actor, "clip_ratio_c")
     if bound <= 1:
         translation.refuse(actor, "clip_ratio_c", "must be above 1. Set 3")
-    elif mode == "cispo":
-        translation.ignore(actor, "clip_ratio_c", "cispo does not clip the objective")
+    elif mode in ("cispo", "sapo"):
+        translation.ignore(actor, "clip_ratio_c", f"{mode} does not clip the objective")
     else:
         # The same function where the bound is above the clipping range, and the more widely known flag.
         translation.set("delta" if bound > 1 + bounds["clip_ratio_high"] else "dual_clip", bound, source)
@@ -266,6 +279,9 @@ def set_rewards(keys: Keys, translation: Translation, *, completion_length: int)
     if "model.path" in reward:
         translation.ignore(reward, "model.path", "read with reward_model.enable alone")
     manager = reward.text("reward_manager", "naive")
+    if keys.text("reward_manager.name", manager) != manager:
+        text = f"is not reward_model.reward_manager {manager}. Remove one of them"
+        translation.refuse(keys, "reward_manager.name", text)
     if manager not in ("naive", "dapo", "prime"):
         translation.refuse(
             reward, "reward_manager", "not supported. Set naive or dapo, or write a reward (docs/grpo.md)"

@@ -11,13 +11,16 @@ from .verl_rows import SIZES
 POLICY = "actor_rollout_ref.actor.megatron"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
-LORA_KEYS = (  # name before lora.*, name in lora.*, flag, default
-    ("lora_alpha", "alpha", "lora_alpha", 16),
-    ("", "dropout", "lora_dropout", None),
-    ("target_modules", "target_modules", "target_modules", "all-linear"),
-    ("", "dtype", "lora_dtype", None),
-    ("lora_adapter_path", "adapter_path", "adapters", None),
-)
+# Keys of LoRA in the model's table, and in its newer table `lora`, with their flags.
+LORA_KEYS = {
+    "lora_rank": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules",
+    "lora_adapter_path": "adapters",
+}  # fmt: skip
+LORA_TABLE = {
+    "lora.rank": "lora_rank", "lora.alpha": "lora_alpha", "lora.dropout": "lora_dropout",
+    "lora.target_modules": "target_modules", "lora.dtype": "lora_dtype", "lora.adapter_path": "adapters",
+}  # fmt: skip
+LORA_DEFAULTS: dict[str, OptionValue] = {"lora_alpha": 16, "lora.alpha": 32, "lora.dropout": 0.0}
 ENGINE_FLAGS = {
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "enforce_eager": "vllm_enforce_eager",
@@ -99,34 +102,35 @@ def _set_recomputation(keys: Keys, translation: Translation) -> None:
             continue
         source = keys.source(key) if key in keys else f"beside {keys.source('recompute_granularity')}"
         translation.set(key, keys.take(key, default), source)
-    if keys.boolean("moe_layer_recompute", False):
-        modules = keys.items("recompute_modules")
-        source = keys.source("moe_layer_recompute")
+    key = "moe_layer_recompute"
+    if keys.boolean(key, False):
         if granularity == "full":
-            translation.ignore(keys, "moe_layer_recompute", "whole layers are recomputed")
+            translation.ignore(keys, key, "whole layers are recomputed")
             return
+        source = keys.source(key)
         if granularity is None:
             translation.set("recompute_granularity", "selective", source)
-        translation.set("recompute_modules", [*modules, *([] if "moe" in modules else ["moe"])], source)
+        modules = [name for name in keys.items("recompute_modules") if name != "moe"]
+        if modules:
+            source += f", {keys.source('recompute_modules')}"
+        translation.set("recompute_modules", [*modules, "moe"], source)
 
 
 def _set_lora(keys: Keys, translation: Translation) -> None:
-    rank_key = "lora.rank" if keys.integer("lora.rank", 0) else "lora_rank"
-    rank = keys.integer(rank_key, 0)
-    if rank > 0:
-        translation.set("tuner_type", "lora", keys.source(rank_key))
-        translation.set("lora_rank", rank, keys.source(rank_key))
-    for old, new, flag, default in LORA_KEYS:
-        key = f"lora.{new}" if f"lora.{new}" in keys or not old else old
-        if rank <= 0:
-            for name in (f"lora.{new}", old):
-                if name in keys:
-                    translation.ignore(keys, name, "read with a LoRA rank above 0 alone")
-        elif key in keys:
-            translation.set(flag, keys.take(key), keys.source(key))
-        elif default is not None:
-            translation.set(flag, default, f"{translation.dialect}'s default of {keys.full(key)}")
-    keys.take("lora_rank")
+    tables = {"lora.rank": LORA_TABLE, "lora_rank": LORA_KEYS}
+    rank = next((name for name in tables if keys.integer(name, 0) > 0), None)
+    if rank:
+        translation.set("tuner_type", "lora", keys.source(rank))
+    for name, table in tables.items():
+        for key, flag in table.items():
+            if name != rank:
+                if key in keys:
+                    why = f"{keys.full(rank)} is set" if rank else "read with a LoRA rank above 0 alone"
+                    translation.ignore(keys, key, why)
+            elif key in keys or key in LORA_DEFAULTS:
+                translation.set(flag, keys.take(key, LORA_DEFAULTS.get(key)), translation.source(keys, key))
+    if rank == "lora_rank":
+        translation.set("lora_dropout", 0.0, f"{translation.dialect} has no dropout on adapters")
 
 
 def set_reference(keys: Keys, translation: Translation, *, is_used: bool) -> None:

@@ -58,12 +58,23 @@ OPTIMIZER_CONFIG = (
     ),
     only("decoupled_weight_decay", True, fix="Remove it: the optimizer is AdamW"),
 )
+# Experts that an earlier pass chose.
+REPLAY = (
+    same("router_replay.mode", "router_replay_mode"),
+    only("router_replay.record_file", fix="Choices are kept in memory. Remove it"),
+    only("router_replay.replay_file", fix="Choices are kept in memory. Remove it"),
+)
+ROLE_REPLAY = (
+    only("router_replay.mode", "disabled", fix="Only the policy's choice of experts is replayed"),
+    *REPLAY[1:],
+)
 # Tables that are alike for the policy, the reference, the critic and the reward model.
 MEGATRON_SWITCHES = (
     needless("use_mbridge", IN_TREE),
     needless("vanilla_mbridge", IN_TREE),
     needless("dist_checkpointing_prefix", IN_TREE),
     needless("forward_only", "only the trained models have an optimizer"),
+    needless("use_remove_padding", "samples are never padded"),
     only("use_megatron_fsdp", False, fix="Remove it: megatron.use_distributed_optimizer shards the optimizer's state"),
     refused("override_mcore_model_config.**", "the model's config.json describes it. Remove it"),
     refused("extra.**", "fields of other engines. Remove it"),
@@ -93,7 +104,7 @@ POLICY_MEGATRON = (
     same("override_ddp_config.overlap_param_gather", "overlap_param_gather"),
     same("override_ddp_config.grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32"),
     needless("override_ddp_config.average_in_collective", "sums of gradients are divided beforehand"),
-    same("router_replay.mode", "router_replay_mode"),
+    *REPLAY,
     *under("override_transformer_config", TRANSFORMER),
     *MEGATRON_SWITCHES,
 )
@@ -111,7 +122,7 @@ ROLE_SWITCHES = (
     needless("override_ddp_config.overlap_param_gather", "as the policy's"),
     needless("override_ddp_config.grad_reduce_in_fp32", "as the policy's"),
     needless("override_ddp_config.average_in_collective", "as the policy's"),
-    only("router_replay.mode", "disabled", fix="Only the policy's choice of experts is replayed"),
+    *ROLE_REPLAY,
     *MEGATRON_SWITCHES,
 )
 
@@ -139,7 +150,20 @@ LORA = (
     computed("adapter_path", "adapters", text="adapter to continue with"),
     only("type", "lora", fix="Set lora"),
     needless("merge", "the engine is sent merged weights, or the adapter with --vllm_enable_lora true"),
-    only("exclude_modules", fix="Name those to adapt: target_modules"),
+    only("exclude_modules", [], fix="Name those to adapt: target_modules"),
+    only("dropout_position", "pre", fix="Dropout is on the adapters' input"),
+    only("lora_A_init_method", "xavier", "kaiming", fix="PEFT's initialization is taken"),
+    only("lora_B_init_method", "zero", fix="PEFT's initialization is taken"),
+    only("a2a_experimental", False, fix="Remove it"),
+    needless("freeze_vision_model", "--freeze_vit freezes it"),
+    needless("freeze_vision_projection", "--freeze_aligner freezes it"),
+    needless("freeze_language_model", "its weights beneath adapters are frozen"),
+)
+MTP = (
+    only("enable", False, fix="Set --mtp_num_layers on the command line, which trains them too, and remove it"),
+    only("enable_train", False, fix="Set --mtp_num_layers on the command line, and remove it"),
+    only("enable_rollout", False, fix="Speculative decoding is not supported. Remove it"),
+    needless("*", "read with mtp.enable alone"),
 )
 MODEL = (
     same("path", "model"),
@@ -167,13 +191,18 @@ MODEL = (
     computed("lora_alpha", "lora_alpha", text="with lora_rank above 0; left out 16"),
     computed("target_modules", "target_modules", text="with lora_rank above 0; left out all-linear"),
     computed("lora_adapter_path", "adapters", text="adapter to continue with"),
-    only("exclude_modules", fix="Name those to adapt: target_modules"),
+    only("exclude_modules", [], fix="Name those to adapt: target_modules"),
     *under("lora", LORA),
+    *under("mtp", MTP),
+    only("tiled_mlp.enabled", False, fix="Set --recompute_granularity full, which saves more memory, and remove it"),
+    needless("tiled_mlp.num_shards", "read with tiled_mlp.enabled alone"),
+    needless("fused_kernel_options.impl_backend", "the loss is always fused"),
+    only("hf_config_path", fix="The config is that of the model's folder"),
     only("model_type", "llm", "language_model", fix="Only language models are trained so"),
 )
 OPTIMIZER = (
-    computed("lr_warmup_steps", "lr_warmup_iters", text="generations: x steps of a generation; below 0: the ratio"),
-    computed("lr_warmup_steps_ratio", "lr_warmup_fraction", text="without lr_warmup_steps of 0 or more"),
+    computed("lr_warmup_steps", "lr_warmup_iters", text="generations: x steps of a generation; 0 and below: the ratio"),
+    computed("lr_warmup_steps_ratio", "lr_warmup_fraction", text="without lr_warmup_steps above 0"),
     computed("lr_decay_steps", "lr_decay_iters", text="generations: x steps of a generation"),
     computed("lr_wsd_decay_steps", "lr_wsd_decay_iters", text="generations: x steps of a generation"),
     computed("min_lr_ratio", "min_lr", text="lr x min_lr_ratio, without min_lr"),
@@ -259,7 +288,10 @@ ACTOR = (
         text="token-mean: dapo; seq-mean-token-mean: grpo; seq-mean-token-sum; seq-mean-token-sum-norm: dr_grpo",
     ),
     computed(
-        "policy_loss.loss_mode", "importance_sampling_level", "loss_type", text="vanilla; gspo: sequence, grpo; cispo"
+        "policy_loss.loss_mode",
+        "importance_sampling_level",
+        "loss_type",
+        text="vanilla; gspo: sequence, grpo; cispo, sapo",
     ),
     needless("policy_loss.clip_cov_ratio", "read with loss_mode clip_cov alone"),
     needless("policy_loss.clip_cov_lb", "read with loss_mode clip_cov alone"),
@@ -276,13 +308,19 @@ ACTOR = (
         "rollout_importance_sampling_threshold",
         text="above 0: token_truncate",
     ),
+    computed("tau_pos", "tau_pos", text="with policy_loss.loss_mode sapo"),
+    computed("tau_neg", "tau_neg", text="with policy_loss.loss_mode sapo"),
+    only("loss_scale_factor", fix="seq-mean-token-sum-norm divides by data.max_response_length"),
+    computed("calculate_entropy", "log_entropy", text="true: the mean entropy is in the log"),
+    only("use_prefix_grouper", False, fix="Remove it"),
+    needless("rollout_n", "rollout.n is their number"),
     only("use_cpgd_loss", False, fix="CPGD is not supported. Set policy_loss.loss_mode=vanilla"),
     needless("policy_drift_coeff", "read by CPGD alone"),
     only("recompute_old_log_prob", True, fix="Old log-probabilities are always the trainer's"),
     needless("entropy_checkpointing", "entropies are computed in pieces"),
     needless("entropy_from_logits_with_chunking", "entropies are computed in pieces"),
     only("freeze_vision_tower", False, fix="GRPO trains text alone"),
-    same("router_replay.mode", "router_replay_mode"),
+    *REPLAY,
     same("checkpoint.async_save", "async_save"),
     *under("checkpoint", CHECKPOINT),
     *under("optim", (*OPTIMIZER, *OPTIMIZER_SWITCHES)),
@@ -295,6 +333,8 @@ REFERENCE = (
     *(needless(name, FORWARD) for name in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")),
     only("sync_actor", False, fix="Set --sync_ref_model true on the command line"),
     needless("shuffle", "the reference is not trained"),
+    needless("rollout_n", "rollout.n is their number"),
+    *ROLE_REPLAY,
     *ROLE,
 )
 CRITIC = (
@@ -302,6 +342,10 @@ CRITIC = (
     *under("model", (row for row in MODEL if row.kind == "needless")),
     noted("model.trust_remote_code", "models are this project's own code, and none of the hub's is run", False),
     only("model.external_lib", fix="Remove it"),
+    only("model.lora.rank", 0, fix="The critic is trained on all parameters"),
+    needless("model.lora.*", "read with model.lora.rank above 0 alone"),
+    only("model.lora_rank", 0, fix="The critic is trained on all parameters"),
+    only("model.override_config.moe_config.freeze_moe_router", False, fix="The critic is trained on all parameters"),
     computed("optim.lr", "critic_lr", text="left out: 1e-5"),
     *under("optim", CRITIC_OPTIMIZER[1:]),
     *under("megatron", role_rows("critic", "offload_critic")),

@@ -44,6 +44,12 @@ ROLLOUT = (
     needless("cudagraph_capture_sizes", "vLLM's own choice"),
     needless("load_format", "the engine is sent its weights"),
     needless("layered_summon", "the engine is sent its weights tensor by tensor"),
+    needless("checkpoint_engine.*", "the engine is sent its weights tensor by tensor"),
+    needless("logprobs_mode", "the engine's log-probabilities are those that it sampled from"),
+    needless("scheduling_policy", "vLLM's own choice"),
+    only("quantization_config_file", fix="The engine has the policy's type. Remove it"),
+    needless("mtp.*", "read with model.mtp.enable_rollout alone"),
+    needless("engine_kwargs.trtllm.*", "vLLM generates"),
     needless("update_weights_bucket_megabytes", "the engine is sent its weights tensor by tensor"),
     needless("layer_name_map.*", "the engine is sent weights by their Hugging Face names"),
     needless("mode", "engines generate for all prompts at once"),
@@ -157,6 +163,12 @@ DATA = (
     refused("apply_chat_template_kwargs.*", "set enable_thinking alone, or edit the chat_template.jinja of the model"),
 )
 REWARD = (
+    needless("reward_loop_source", "rewards are computed in this project's own loop"),
+    only("reward_loop_module_path", fix=OWN_CODE),
+    only("reward_loop_class_name", fix=OWN_CODE),
+    needless("use_reward_loop", "rewards are computed in this project's own loop"),
+    needless("num_workers", "rules are computed at the same time"),
+    needless("rollout.*", "a judge is a server: --judge_server"),
     computed("enable", "reward_model", text="true: the model's score is the reward"),
     computed("model.path", "reward_model", text="with enable"),
     computed("reward_manager", "reward_funcs", text="naive, prime, dapo: by_source"),
@@ -204,6 +216,7 @@ REWARD = (
     *ROLE,
 )
 ALGORITHM = (
+    only("rollout_correction.loss_type", "ppo_clip", fix="Set ppo_clip"),
     computed(
         "adv_estimator",
         "rlhf_type",
@@ -255,7 +268,11 @@ TRAINER = (
     computed("save_freq", "save_steps", text="generations: x steps of a generation; -1, and left out: the last alone"),
     computed("test_freq", "eval_steps", text="generations: x steps of a generation; -1, and left out: never"),
     computed("val_before_train", "eval_on_start", text="left out true"),
-    computed("critic_warmup", "critic_warmup", text="with gae; generations but one: x steps of a generation"),
+    computed(
+        "critic_warmup",
+        "critic_warmup",
+        text="with gae; generations before this one (verl: from 1, siiRL: from 0) x steps",
+    ),
     computed("resume_mode", "resume_from_checkpoint", text="auto (left out); disable, off: none; resume_path"),
     computed("resume_from_path", "resume_from_checkpoint", text="with resume_mode resume_path"),
     computed("logger", "report_to", text="but console, which is always there"),
@@ -295,6 +312,10 @@ ROWS: tuple[Row, ...] = (
     *under("algorithm", ALGORITHM),
     *under("trainer", TRAINER),
     only("custom_reward_function.path", fix=OWN_CODE),
+    only("reward_manager.source", "register", fix=OWN_CODE),
+    computed("reward_manager.name", "reward_funcs", text="as reward_model.reward_manager, which it is by default"),
+    only("reward_manager.module.path", fix=OWN_CODE),
+    needless("reward_manager.module.name", "read with reward_manager.module.path alone"),
     needless("custom_reward_function.name", "read with custom_reward_function.path alone"),
     refused("custom_reward_function.reward_kwargs.*", OWN_CODE),
     refused("dag.workflow_path", "Pipelines are this project's own. Remove it"),
