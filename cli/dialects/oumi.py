@@ -224,7 +224,8 @@ def _set_schedule(keys: Keys, translation: Translation) -> None:
         translation.set("lr_decay_style", SCHEDULES[schedule], source)
     rate = "training.lr_scheduler_kwargs.min_lr_rate"
     if (share := keys.number(rate)) is not None:
-        lr = keys.number("training.learning_rate", 5e-5)
+        rate_there = keys.peek("training.learning_rate")
+        lr = rate_there if isinstance(rate_there, int | float) else 5e-5
         translation.set("min_lr", lr * share, f"{keys.source(rate)} x training.learning_rate")
     key = "training.optimizer"
     optimizer = keys.text(key, "adamw_torch").lower()

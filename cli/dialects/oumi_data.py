@@ -24,40 +24,54 @@ DATASET_ROWS = (
     computed("subset", "dataset", text="NAME:subset"),
     computed("split", "dataset", text="train[:10] is NAME@train:10"),
     computed("sample_count", "dataset", text="NAME#count"),
-    computed("mixture_proportion", "interleave_prob", text="of all datasets, or none"),
     computed("shuffle", "dataset_shuffle", text="of all datasets alike"),
     computed("dataset_kwargs.hf_dataset_path", "dataset", text="goes before the name"),
-    computed("dataset_kwargs.assistant_only", "loss_scale", text="true: default, else all"),
     computed("dataset_kwargs.prompt_column", "columns", text="to query"),
     computed("dataset_kwargs.response_column", "columns", text="to response"),
     computed("dataset_kwargs.messages_column", "columns", text="to messages"),
-    computed("seed", "data_seed", text="of all datasets alike"),
-    computed("transform_num_workers", "dataset_num_proc", text="auto: one"),
     needless("dataset_kwargs.return_conversations", "rows are read by their columns"),
     needless("dataset_kwargs.return_conversations_format", "rows are read by their columns"),
     needless("dataset_kwargs.return_tensors", "rows are read by their columns"),
-    refused("dataset_kwargs.**", "is an argument of a Python class of Oumi's. Use --columns, or write the rows anew"),
     needless("trust_remote_code", "code from a hub is never run"),
     needless("shuffle_buffer_size", "--shuffle_buffer_size is of the whole stream"),
 )
+CLASS_ARGUMENT = "is an argument of a Python class of Oumi's. Use --columns, or write the rows anew"
 SPLIT_ROWS = (
     *under("datasets[]", DATASET_ROWS),
     computed("collator_name", "loss_scale", text="text_completions_only_with_padding: default, else all"),
-    computed("train_target", "loss_scale", text="all_assistant_turns: default, final_assistant_turn: last_round"),
     needless("collator_kwargs.response_template", "the chat template says where answers begin"),
     needless("collator_kwargs.instruction_template", "the chat template says where answers begin"),
     needless("collator_kwargs.end_of_turn_template", "the chat template says where answers end"),
     refused("collator_kwargs.**", "is an argument of a Python class of Oumi's. Take it away"),
-    computed("pack", "packing", text="packs of model.model_max_length tokens"),
-    computed("stream", "streaming", text="of the training data"),
-    computed("mixture_strategy", "stopping_strategy", text="with mixture_proportion"),
     needless("seed", "--data_seed is the seed of every shuffle"),
     needless("use_torchdata", "the loader is this project's own"),
     refused("target_col", "is deprecated in Oumi. Use --columns"),
 )
+TRAIN_ROWS = (
+    computed("datasets[].mixture_proportion", "interleave_prob", text="of all datasets, or none"),
+    computed("datasets[].seed", "data_seed", text="of all datasets alike"),
+    computed("datasets[].transform_num_workers", "dataset_num_proc", text="auto: one"),
+    computed("datasets[].dataset_kwargs.assistant_only", "loss_scale", text="true: default, else all"),
+    refused("datasets[].dataset_kwargs.**", CLASS_ARGUMENT),
+    computed("train_target", "loss_scale", text="all_assistant_turns: default, final_assistant_turn: last_round"),
+    computed("pack", "packing", text="packs of model.model_max_length tokens"),
+    computed("stream", "streaming", text="true: no cache of tokens"),
+    computed("mixture_strategy", "stopping_strategy", text="with mixture_proportion"),
+)
+VALIDATION_ROWS = (
+    needless("datasets[].mixture_proportion", "evaluation data are whole"),
+    needless("datasets[].seed", "--data_seed is the seed of every shuffle"),
+    needless("datasets[].transform_num_workers", "as of the training data"),
+    needless("datasets[].dataset_kwargs.assistant_only", "as of the training data"),
+    refused("datasets[].dataset_kwargs.**", CLASS_ARGUMENT),
+    needless("train_target", "as of the training data"),
+    needless("pack", "as of the training data"),
+    needless("stream", "evaluation data are read whole"),
+    needless("mixture_strategy", "evaluation data are whole"),
+)
 ROWS: tuple[Row, ...] = (
-    *under("data.train", SPLIT_ROWS),
-    *under("data.validation", SPLIT_ROWS),
+    *under("data.train", (*SPLIT_ROWS, *TRAIN_ROWS)),
+    *under("data.validation", (*SPLIT_ROWS, *VALIDATION_ROWS)),
     needless("data.test.**", "Oumi does not use it in training"),
     computed("training.reward_functions", "reward_funcs", text="names, or that of the dataset"),
     computed("training.reward_function_kwargs.countdown.format_score", "countdown_format_score", text="0 by default"),
@@ -97,7 +111,6 @@ def set_data(keys: Keys, translation: Translation, kind: str) -> list[str]:
         _set_collator(keys, translation, f"data.{split}", kind)
     if keys.boolean("data.train.stream"):
         translation.set("streaming", True, keys.source("data.train.stream"))
-    keys.take("data.validation.stream")
     return locations
 
 
@@ -127,8 +140,9 @@ def _name(keys: Keys, translation: Translation, table: str, kind: str) -> tuple[
 def _set_order(keys: Keys, translation: Translation, split: str, tables: list[str], flag: str) -> None:
     """Set whether rows are shuffled before some of them are taken, and by which seed."""
     shuffles = {keys.boolean(f"{table}.shuffle", False) for table in tables}
-    seeds = {keys.integer(f"{table}.seed") for table in tables} - {None}
-    for table in tables:
+    is_training = split == "train"
+    seeds = {keys.integer(f"{table}.seed") for table in tables if is_training} - {None}
+    for table in tables if is_training else ():
         workers = keys.take(f"{table}.transform_num_workers")
         if isinstance(workers, int):
             translation.set("dataset_num_proc", workers, keys.source(f"{table}.transform_num_workers"))
@@ -139,7 +153,7 @@ def _set_order(keys: Keys, translation: Translation, split: str, tables: list[st
     translation.set(flag, shuffles.pop(), keys.source(source) if source in keys else f"Oumi's default of {source}")
     if len(seeds) > 1:
         translation.refuse(keys, f"{tables[0]}.seed", "--data_seed is one for all datasets. Make them alike")
-    elif seeds and split == "train" and "training.data_seed" not in keys:
+    elif seeds and "training.data_seed" not in keys:
         translation.set("data_seed", seeds.pop(), keys.source(f"{tables[0]}.seed"))
 
 
@@ -149,7 +163,6 @@ def _set_mixture(keys: Keys, translation: Translation, tables: list[str]) -> Non
     if len(tables) > 1 and None not in proportions:
         translation.set("interleave_prob", proportions, keys.source(f"{tables[0]}.mixture_proportion"))
         translation.set("stopping_strategy", strategy, keys.source("data.train.mixture_strategy"))
-    keys.take("data.validation.mixture_strategy")
 
 
 def _set_trained_tokens(keys: Keys, translation: Translation) -> None:
@@ -175,14 +188,10 @@ def _set_collator(keys: Keys, translation: Translation, table: str, kind: str) -
     if name and "vision" in name:
         fix = "images are trained on by `megatron sft` with rows of its own form. See docs/data.md"
         translation.refuse(keys, f"{table}.collator_name", fix)
-    keys.take(f"{table}.train_target")
-    if table == "data.validation":
-        keys.take(f"{table}.pack")
-        for dataset in keys.names(f"{table}.datasets"):
-            keys.take(f"{dataset}.mixture_proportion")
-            keys.take(f"{dataset}.dataset_kwargs.assistant_only")
-    elif keys.boolean(f"{table}.pack") and kind == "":
-        translation.set("packing", True, keys.source(f"{table}.pack"))
+    if table == "data.train":
+        keys.take("data.train.train_target")
+        if keys.boolean("data.train.pack") and kind == "":
+            translation.set("packing", True, keys.source("data.train.pack"))
 
 
 def set_rewards(keys: Keys, translation: Translation, locations: list[str]) -> None:

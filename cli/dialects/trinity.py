@@ -24,7 +24,16 @@ ACTOR = "actor_rollout_ref.actor"
 ENGINE = "explorer.rollout_model"
 MONITORS = ("tensorboard", "wandb", "swanlab", "mlflow")
 OPERATORS = {"mask_response_truncated": "overlong_filter", "dapo_dynamic_sampling": "dynamic_sample"}
-STEP = Generation(1, 1, 1, "1 step")  # Trinity-RFT counts steps of the optimizer
+
+
+class Step(Generation):
+    """Generation of one step: Trinity-RFT counts steps of the optimizer."""
+
+    def times(self, keys: Keys, key: str) -> str:
+        return keys.source(key)
+
+
+STEP = Step(1, 1, 1, "")
 
 
 @dataclass(frozen=True)
@@ -281,7 +290,7 @@ def _set_batches(keys: Keys, translation: Translation, algorithm: Algorithm) -> 
     source = translation.source(keys, "synchronizer.sync_interval")
     translation.set("steps_per_generation", interval, source)
     if interval * total % count:
-        text = f"a generation of {interval} x {total} completions has no whole number of prompts. Set a multiple of {count}"
+        text = f"{interval} x {total} completions are of no whole number of prompts. Set a multiple of {count}"
         translation.refuse(keys, "buffer.train_batch_size", text)
     offset = keys.integer("synchronizer.sync_offset", 0)
     if offset == interval:

@@ -9,7 +9,6 @@ from .translation import Translation
 from .verl_losses import AGGREGATIONS, KL_ESTIMATORS
 
 KEY = "algorithm.algorithm_type"
-FIX_LOSS = "has no counterpart. Set algorithm.algorithm_type to one that is supported"
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ ROWS: tuple[Row, ...] = (
     only("algorithm.use_token_level_loss", True, fix="The loss of sft is a mean over tokens. Set true"),
     computed("algorithm.enable_router_replay", "router_replay_mode", text="true: R3"),
     computed("algorithm.bypass_old_logprobs", text="the trainer's own; true is noted"),
-    refused("algorithm.rollout_correction.**", "set --rollout_importance_sampling_mode behind the file, and take it away"),
+    refused("algorithm.rollout_correction.**", "set --rollout_importance_sampling_mode, and take it away"),
 )  # fmt: skip
 
 

@@ -131,9 +131,7 @@ ROWS: tuple[Row, ...] = (
     needless(f"{BUFFER}.wrap_in_ray", "there is no Ray"),
     noted(f"{BUFFER}.schema_type", "the algorithm says it"),
     refused("buffer.trainer_input.auxiliary_buffers.**", "expert data are not mixed in. Take it away"),
-    only(
-        "buffer.trainer_input.sft_warmup_steps", 0, fix="Run megatron sft first, and set model.model_path to its result"
-    ),
+    only("buffer.trainer_input.sft_warmup_steps", 0, fix="Run megatron sft first, for model.model_path"),
     refused("buffer.trainer_input.sft_warmup_dataset.**", "run megatron sft first. Take it away"),
 )
 
@@ -141,9 +139,10 @@ ROWS: tuple[Row, ...] = (
 def _name(keys: Keys, table: str) -> str:
     """Return the name in --dataset of a table's data."""
     path, subset, split = (keys.text(f"{table}.{name}") for name in ("path", "subset_name", "split"))
+    if extension(expand_user(path or "")) in EXTENSIONS:  # a file has neither subsets nor splits
+        return f"{path}"
     name = f"{path}:{subset}" if subset else f"{path}"
-    is_file = extension(expand_user(path or "")) in EXTENSIONS
-    return name if split in (None, "train") or is_file else f"{name}@{split}"
+    return name if split in (None, "train") else f"{name}@{split}"
 
 
 def set_supervised_data(keys: Keys, translation: Translation, kind: str) -> None:
@@ -332,7 +331,7 @@ def _set_rewards(
     if reward == "countdown_reward":
         translation.set("countdown_format_score", 0.1, source)
     if reward in REWARD_NOTES:
-        translation.notes.append(f"{key or 'default_reward_fn_type'} {reward}: {REWARD_NOTES[reward]}.")
+        translation.notes.append(f"{key or 'reward of the workflow:'} {reward}: {REWARD_NOTES[reward]}.")
 
 
 def _set_sampling(keys: Keys, translation: Translation, training: str, evaluations: list[str]) -> None:

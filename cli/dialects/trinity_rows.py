@@ -1,4 +1,4 @@
-"""Rows of Trinity-RFT's configs, but for those of the algorithm (trinity_algorithm.py) and the data (trinity_data.py)."""
+"""Rows of Trinity-RFT's configs, with those of trinity_algorithm.py and trinity_data.py."""
 
 from .table import Row, computed, needless, noted, only, refused, same, under
 from .trinity_algorithm import ROWS as ALGORITHM_ROWS
@@ -61,7 +61,7 @@ MODEL_ROWS = (
     needless("external_model.**", "read with external_model.enable alone"),
 )
 ENGINE_ROWS = (
-    computed("engine_num", "rollout_num_gpus", text="x tensor_parallel_size; 0: transformers in the training processes"),
+    computed("engine_num", "rollout_num_gpus", text="x tensor_parallel_size; 0: transformers generate"),
     computed("tensor_parallel_size", "vllm_tensor_parallel_size", text="GPUs of an engine"),
     computed("data_parallel_size", "rollout_num_gpus", text="x engine_num x tensor_parallel_size"),
     only("pipeline_parallel_size", 1, fix="Set tensor_parallel_size"),

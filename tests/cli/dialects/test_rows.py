@@ -31,12 +31,14 @@ def all_flags() -> dict[str, Flag]:
 
 
 FLAGS = all_flags()
+# Tables with verl's rows, which are tested where they are at the root.
+TREES = ("trainer.trainer_config.", "training.verl_config_overrides.")
 # siiRL has verl's rows.
 ROWS = [
     pytest.param(name, row, id=f"{name}: {row.key}")
     for name in NAMES
     for row in load_dialect(name).rows
-    if name != "siirl"
+    if name != "siirl" and not row.key.startswith(TREES)
 ]
 
 
@@ -69,9 +71,12 @@ def concrete(key: str) -> str:
 
 
 def with_row(name: str, row: Row, value: OptionValue) -> tuple[Translation, str]:
-    """Return the translation of the dialect's first config with a row's key, and the key."""
-    path = next(path for path, dialect in OWN.items() if dialect == name)
+    """Return the translation of the dialect's first config that has a row's table, with the row's key, and the key."""
+    paths = [path for path, dialect in OWN.items() if dialect == name]
     key = concrete(row.key)
+    table = ".".join(key.split(".")[:-1][:2])
+    keys = {path: [general(leaf) for leaf in leaf_keys(tree_of(path, name)[0])] for path in paths}
+    path = next((path for path in paths if any(leaf.startswith(f"{table}.") for leaf in keys[path])), paths[0])
     return translated(with_leaf(tree_of(path, name)[0], key, value), name), key.replace("[]", "[0]")
 
 
