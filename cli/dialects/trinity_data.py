@@ -49,10 +49,6 @@ REWARD_NOTES = {
 FORMAT = (
     computed("prompt_key", "columns", text="to query"),
     computed("response_key", "columns", text="to solution; of sft to response"),
-    computed("chosen_key", "columns", text="to response"),
-    computed("rejected_key", "columns", text="to rejected_response"),
-    computed("messages_key", "columns", text="to messages, with prompt_type messages"),
-    computed("prompt_type", "columns", text="plaintext or messages"),
     computed("system_prompt", "system", text="left out: the workflow's"),
     computed("system_prompt_key", "columns", text="to system"),
     computed("tools_key", "columns", text="to tools"),
@@ -64,6 +60,12 @@ FORMAT = (
     only("reward_fn_key", "", fix="Set --reward_funcs by_source, which chooses by a column data_source"),
     only("enable_concatenated_multi_turn", False, True, fix="Every turn of a conversation is trained on"),
     only("chat_template", "", fix="Write it to the chat_template.jinja of the model's folder"),
+)
+PAIR_FORMAT = (
+    computed("prompt_type", "columns", text="plaintext or messages"),
+    computed("messages_key", "columns", text="to messages, with prompt_type messages"),
+    computed("chosen_key", "columns", text="to response"),
+    computed("rejected_key", "columns", text="to rejected_response"),
 )
 ROLLOUT = (
     computed("temperature", "temperature", text="of eval_tasksets eval_temperature; left out model.temperature"),
@@ -78,9 +80,6 @@ SOURCE = (
     computed("path", "dataset", text="file, folder or hub id"),
     computed("subset_name", "dataset", text="NAME:subset"),
     computed("split", "dataset", text="NAME@split"),
-    computed("data_selector.selector_type", "train_dataloader_shuffle", text="shuffle: true; left out false"),
-    computed("data_selector.seed", "data_seed", text="of shuffle"),
-    refused("data_selector.**", "is not supported. Take it away"),
     needless("enable_progress_bar", "the log has the progress"),
     needless("max_retry_times", "is of databases"),
     needless("max_retry_interval", "is of databases"),
@@ -88,12 +87,15 @@ SOURCE = (
     needless("ray_namespace", "there is no Ray"),
     *under("format", FORMAT),
 )
+SELECTOR = (
+    computed("selector_type", "train_dataloader_shuffle", text="shuffle: true; left out false"),
+    computed("seed", "data_seed", text="of shuffle"),
+    refused("**", "is not supported. Take it away"),
+)
 TASKSET_ROWS = (
     *SOURCE,
+    *under("format", (needless(row.key, "is of sft and dpo") for row in PAIR_FORMAT)),
     only("storage_type", "file", fix="Write the tasks to a file"),
-    computed("task_selector.selector_type", "train_dataloader_shuffle", text="older name of data_selector"),
-    computed("task_selector.seed", "data_seed", text="older name of data_selector"),
-    refused("task_selector.**", "is not supported. Take it away"),
     computed("repeat_times", "num_generations_eval", text="of eval_tasksets; training has algorithm.repeat_times"),
     *under("rollout_args", ROLLOUT),
     computed("default_workflow_type", text="workflows of one turn: their prompts and rewards"),
@@ -105,22 +107,35 @@ TASKSET_ROWS = (
     needless("workflow_args.format_score_coef", "read with with_think alone"),
     only("workflow_args.temperature", 1.0, fix="A teacher's temperature is that of the sampling. Set 1"),
     refused("workflow_args.**", f"is an argument of a Python class: {SCHEDULER}"),
+)  # fmt: skip
+TRAIN_ROWS = (
+    *TASKSET_ROWS,
+    *under("data_selector", SELECTOR),
+    *under("task_selector", SELECTOR),
     computed("reward_fn_args.enable_overlong_penalty", "reward_funcs", text="true: soft_overlong"),
     computed("reward_fn_args.penalty_factor", "reward_weights", text="of soft_overlong"),
     computed("reward_fn_args.max_response_length", "soft_max_length", text="with enable_overlong_penalty"),
     computed("reward_fn_args.cache_length", "soft_cache_length", text="with enable_overlong_penalty"),
     refused("reward_fn_args.**", f"is an argument of a Python class: {PLUGIN}"),
-)  # fmt: skip
+)
+EVALUATION_ROWS = (
+    *TASKSET_ROWS,
+    needless("data_selector.**", "an evaluation takes all rows"),
+    needless("task_selector.**", "an evaluation takes all rows"),
+    needless("reward_fn_args.**", "rewards have the arguments of the training's"),
+)
 ROWS: tuple[Row, ...] = (
-    *under(TASKSET, TASKSET_ROWS),
-    *under(f"{INPUT}.tasksets[]", TASKSET_ROWS),
-    *under(f"{INPUT}.eval_tasksets[]", TASKSET_ROWS),
+    *under(TASKSET, TRAIN_ROWS),
+    *under(f"{INPUT}.tasksets[]", TRAIN_ROWS),
+    *under(f"{INPUT}.eval_tasksets[]", EVALUATION_ROWS),
     computed(f"{INPUT}.default_workflow_type", text="of tasksets without one"),
     computed(f"{INPUT}.default_eval_workflow_type", text="that of the training"),
     computed(f"{INPUT}.default_reward_fn_type", "reward_funcs", text="of tasksets without one"),
     computed(f"{INPUT}.system_prompt", "system", text="of tasksets without one"),
     only(f"{INPUT}.reply_prefix", "", fix="A completion begins where the chat template ends. Take it away"),
     *under(BUFFER, SOURCE),
+    *under(f"{BUFFER}.format", PAIR_FORMAT),
+    *under(f"{BUFFER}.data_selector", SELECTOR),
     computed(f"{BUFFER}.storage_type", text="file for sft and dpo; a queue is needless"),
     needless(f"{BUFFER}.capacity", "each generation is trained on before the next"),
     needless(f"{BUFFER}.max_read_timeout", "each generation is trained on before the next"),
@@ -205,9 +220,9 @@ def _set_texts(keys: Keys, translation: Translation, formats: list[str], default
     elif (prompt := prompts.pop()) is not None:
         source = keys.source(first) if first in keys else "the workflow's own prompt"
         translation.set("system", prompt, source)
-    thoughts = {keys.boolean(f"{table}.enable_thinking") for table in formats} - {None}
-    if len(thoughts) == 1:
-        translation.set("enable_thinking", thoughts.pop(), keys.source(f"{formats[0]}.enable_thinking"))
+    for table in formats:
+        if (key := f"{table}.enable_thinking") in keys:
+            translation.set("enable_thinking", keys.boolean(key), keys.source(key))
 
 
 def _set_order(keys: Keys, translation: Translation, table: str) -> None:
@@ -246,7 +261,7 @@ def set_tasksets(keys: Keys, translation: Translation) -> bool:
     _set_columns(translation, columns, keys.source(f"{training[0]}.format.prompt_key"))
     workflow = _workflow(keys, translation, [*training, *evaluations])
     reward = _reward(keys, translation, [*training, *evaluations], workflow)
-    _set_rewards(keys, translation, training, evaluations, reward)
+    _set_rewards(keys, translation, training, reward)
     prompt = {"math_reward": THINK_PROMPT}.get(reward) if "boxed" not in workflow else BOXED_PROMPT
     _set_texts(keys, translation, [f"{table}.format" for table in (*training, *evaluations)], prompt)
     if "boxed" in workflow:
@@ -255,11 +270,10 @@ def set_tasksets(keys: Keys, translation: Translation) -> bool:
         _set_order(keys, translation, table)
         keys.take(f"{table}.repeat_times")
     _set_sampling(keys, translation, training[0], evaluations)
-    key = f"{BUFFER}.path"
     for name in ("path", "subset_name", "split", "storage_type"):
         if (key := f"{BUFFER}.{name}") in keys:
             translation.ignore(keys, key, "each generation is trained on before the next")
-    for key in keys.under(f"{BUFFER}.format"):
+    for key in (*keys.under(f"{BUFFER}.format"), *keys.under(f"{BUFFER}.data_selector")):
         translation.ignore(keys, key, "each generation is trained on before the next")
     return bool(evaluations)
 
@@ -301,11 +315,9 @@ def _reward(keys: Keys, translation: Translation, tables: list[str], workflow: s
     return first if first in REWARDS else ""
 
 
-def _set_rewards(
-    keys: Keys, translation: Translation, training: list[str], evaluations: list[str], reward: str
-) -> None:
+def _set_rewards(keys: Keys, translation: Translation, training: list[str], reward: str) -> None:
     table = keys.view(f"{training[0]}.reward_fn_args")
-    for other in (*training[1:], *evaluations):
+    for other in training[1:]:
         for key in keys.under(f"{other}.reward_fn_args"):
             translation.ignore(keys, key, "rewards have the arguments of the first taskset")
     weights = dict(REWARDS.get(reward, {}))
