@@ -74,10 +74,17 @@ def with_row(name: str, row: Row, value: OptionValue) -> tuple[Translation, str]
     """Return the translation of the dialect's first config that has a row's table, with the row's key, and the key."""
     paths = [path for path, dialect in OWN.items() if dialect == name]
     key = concrete(row.key)
-    table = ".".join(key.split(".")[:-1][:2])
-    keys = {path: [general(leaf) for leaf in leaf_keys(tree_of(path, name)[0])] for path in paths}
-    path = next((path for path in paths if any(leaf.startswith(f"{table}.") for leaf in keys[path])), paths[0])
+    parents = key.split(".")[:-1]
+    tables = [".".join(parents[:depth]) for depth in range(len(parents), 0, -1)]
+    path = next((path for table in tables for path in paths if table in tables_of(path, name)), paths[0])
     return translated(with_leaf(tree_of(path, name)[0], key, value), name), key.replace("[]", "[0]")
+
+
+@cache
+def tables_of(path: Any, name: str) -> set[str]:
+    """Return the tables of a config, as rows write them."""
+    keys = [general(leaf).split(".") for leaf in leaf_keys(tree_of(path, name)[0])]
+    return {".".join(parts[:depth]) for parts in keys for depth in range(1, len(parts))}
 
 
 def refusals(translation: Translation, key: str) -> list[str]:
