@@ -124,12 +124,17 @@ class Keys:
         """Return a key of a view as the config has it."""
         return self._prefix + key
 
-    def derive(self, key: str, value: OptionValue, origin: str) -> None:
-        """Give a key of a view a value that a key of the whole config implies, unless it has one of its own."""
+    def derive(self, key: str, value: OptionValue, origin: str, *, replaces: bool = False) -> None:
+        """Give a key of a view a value that a key of the whole config implies, unless it has one of its own.
+
+        replaces: a value of its own is replaced
+        """
         key = self.full(key)
         self._taken.add(origin)
-        if self._leaves.get(key) is None:
-            self._leaves[key], self._origins[key] = value, origin
+        if replaces or self._leaves.get(key) is None:
+            self._leaves[key] = value
+            if key != origin:
+                self._origins[key] = origin
 
     def add_file(self, tree: Tree, file: str) -> None:
         """Add the keys of another file to those of a view, which go before."""

@@ -192,7 +192,7 @@ def _set_reports(keys: Keys, translation: Translation) -> None:
         for name, is_default in (("tensorboard", True), ("wandb", False), ("mlflow", False))
         if keys.boolean(f"training.enable_{name}", is_default)
     ]
-    translation.set("report_to", reports or ["none"], keys.source("training.enable_tensorboard"))
+    translation.set("report_to", [*reports] or ["none"], keys.source("training.enable_tensorboard"))
     _default(keys, translation, "logging_steps", 50, "training.logging_steps")
 
 

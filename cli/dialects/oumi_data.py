@@ -158,9 +158,10 @@ def _set_order(keys: Keys, translation: Translation, split: str, tables: list[st
 
 
 def _set_mixture(keys: Keys, translation: Translation, tables: list[str]) -> None:
-    proportions: list[Scalar] = [keys.number(f"{table}.mixture_proportion") for table in tables]
+    values = [keys.number(f"{table}.mixture_proportion") for table in tables]
+    proportions: list[Scalar] = [value for value in values if value is not None]
     strategy = keys.text("data.train.mixture_strategy", "first_exhausted").lower()
-    if len(tables) > 1 and None not in proportions:
+    if len(tables) > 1 and len(proportions) == len(tables):
         translation.set("interleave_prob", proportions, keys.source(f"{tables[0]}.mixture_proportion"))
         translation.set("stopping_strategy", strategy, keys.source("data.train.mixture_strategy"))
 
@@ -202,10 +203,10 @@ def set_rewards(keys: Keys, translation: Translation, locations: list[str]) -> N
     if unknown:
         translation.refuse(keys, key, f"{unknown[0]} is a Python function of Oumi's. {PLUGIN}: ~{key}")
     elif names:
-        translation.set("reward_funcs", names, keys.source(key))
+        translation.set("reward_funcs", [*names], keys.source(key))
     elif implied := list(dict.fromkeys(REWARDS[location] for location in locations if location in REWARDS)):
         names = implied
-        translation.set("reward_funcs", implied, f"Oumi's reward for {locations[0]}, for want of {key}")
+        translation.set("reward_funcs", [*implied], f"Oumi's reward for {locations[0]}, for want of {key}")
     score = "training.reward_function_kwargs.countdown.format_score"
     if "countdown" in names:
         default = f"Oumi's default of {score}"

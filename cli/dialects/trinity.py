@@ -9,11 +9,12 @@ import posixpath
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..flags import OptionValue, UsageError
+from ..flags import UsageError
 from .keys import Keys, read_tree
 from .translation import Dialect, Translation
 from .trinity_algorithm import KEY, Algorithm, find_algorithm, set_preference, set_rl
 from .trinity_data import set_supervised_data, set_tasksets
+from .trinity_placement import set_placement, set_teacher
 from .trinity_rows import ROWS
 from .verl_batches import NEVER, Generation, set_micro_batches, set_schedule
 from .verl_roles import policy_layout, set_critic, set_policy, set_reference
@@ -21,7 +22,6 @@ from .verl_rows import SIZES
 
 TREE = "trainer.trainer_config"
 ACTOR = "actor_rollout_ref.actor"
-ENGINE = "explorer.rollout_model"
 MONITORS = ("tensorboard", "wandb", "swanlab", "mlflow")
 OPERATORS = {"mask_response_truncated": "overlong_filter", "dapo_dynamic_sampling": "dynamic_sample"}
 
@@ -53,7 +53,7 @@ def _compute(keys: Keys, translation: Translation) -> None:
     tree = keys.view(TREE)
     translation.set("use_hf", True, "Trinity-RFT reads Hugging Face's hub")
     is_supervised = algorithm.loss in ("sft", "dpo")
-    processes = _set_placement(keys, translation, algorithm, is_supervised=is_supervised)
+    processes = set_placement(keys, translation, algorithm, is_supervised=is_supervised)
     lengths = _lengths(keys, translation)
     _derive(keys, tree, translation, lengths)
     has_reference = algorithm.kind == "dpo"
@@ -74,7 +74,7 @@ def _compute(keys: Keys, translation: Translation) -> None:
         _set_evaluation(keys, translation, has_data=has_data)
         _set_operators(keys, translation)
         if algorithm.advantage == "on_policy_distill":
-            _set_teacher(keys, translation)
+            set_teacher(keys, translation)
     set_micro_batches(tree, translation, policy_layout(tree), processes, lengths.total or 0)
     _set_length(keys, translation)
     set_schedule(tree, translation, STEP)
@@ -109,91 +109,6 @@ def _add_trainer_file(keys: Keys, translation: Translation) -> None:
         return
     keys.view(TREE).add_file(tree, str(path))
     translation.refused += [f"{path}: {problem}" for problem in problems]
-
-
-def _set_placement(keys: Keys, translation: Translation, algorithm: Algorithm, *, is_supervised: bool) -> int:
-    """Set the training processes and the engines, and return the number of the first."""
-    mode = keys.text("mode", "both")
-    if (mode not in ("both", "colocate", "train")) or (mode == "train") != is_supervised:
-        wanted = "train" if is_supervised else "both"
-        translation.refuse(
-            keys, "mode", f"with algorithm_type {keys.peek(KEY) or 'ppo'} only {wanted} is supported. Set it"
-        )
-        mode = wanted
-    nodes, per_node = keys.integer("cluster.node_num", 1), keys.integer("cluster.gpu_per_node", 8)
-    teacher_gpus = sum(
-        keys.integer(f"{table}.engine_num", 1) * keys.integer(f"{table}.tensor_parallel_size", 1)
-        for table in keys.names("explorer.auxiliary_models")
-    )
-    engine = keys.view(ENGINE)
-    engines = engine.integer("engine_num", 1)
-    size = engine.integer("tensor_parallel_size", 1) * engine.integer("data_parallel_size", 1)
-    gpus = engines * size if mode == "both" else 0
-    processes = nodes * per_node - gpus - (teacher_gpus if mode == "both" else 0)
-    translation.nodes = nodes
-    if is_supervised:
-        for key in keys.under("explorer"):
-            translation.ignore(keys, key, "nothing is generated")
-    elif processes <= 0:
-        translation.refuse(
-            keys, f"{ENGINE}.engine_num", f"leaves none of {nodes * per_node} GPUs for the training. Set fewer engines"
-        )
-        processes = nodes * per_node
-    if nodes > 1 and gpus:
-        if (gpus + teacher_gpus) % per_node:
-            text = f"{gpus} GPUs of engines are no whole nodes of {per_node}. Set a number that is"
-            translation.refuse(keys, f"{ENGINE}.engine_num", text)
-        translation.nodes = max(processes // per_node, 1)
-    translation.processes = processes
-    if not is_supervised:
-        _set_engine(keys, translation, mode, gpus, nodes)
-    if teacher_gpus:
-        text = f"the teacher is in the training processes; its {teacher_gpus} GPUs stay free"
-        translation.notes.append(f"explorer.auxiliary_models: {text}.")
-    if algorithm.advantage != "on_policy_distill" and teacher_gpus:
-        translation.refuse(keys, "explorer.auxiliary_models[0].model_path", "other models are not supported. Remove it")
-    return processes
-
-
-def _set_engine(keys: Keys, translation: Translation, mode: str, gpus: int, nodes: int) -> None:
-    engine = keys.view(ENGINE)
-    flags = {
-        "tensor_parallel_size": "vllm_tensor_parallel_size",
-        "enforce_eager": "vllm_enforce_eager",
-        "enable_prefix_caching": "vllm_enable_prefix_caching",
-        "gpu_memory_utilization": "vllm_gpu_memory_utilization",
-        "max_model_len": "vllm_max_model_len",
-    }
-    source = translation.source(engine, "engine_num")
-    fields: dict[str, OptionValue] = {name: keys.peek(f"{ENGINE}.{name}") for name in engine.under("extra_engine_args")}
-    if mode == "both" and not gpus:
-        translation.set("use_vllm", False, f"{source}: no engines, transformers generate")
-        for name in (*flags, *fields):
-            if name in engine:
-                translation.ignore(engine, name, "there is no vLLM engine")
-        return
-    translation.set("use_vllm", True, translation.source(engine, "engine_type"))
-    translation.set("vllm_mode", "colocate" if mode == "colocate" else "server", translation.source(keys, "mode"))
-    if mode == "both" and nodes == 1:
-        translation.set("rollout_num_gpus", gpus, f"{source} x GPUs of an engine")
-    elif mode == "both":
-        translation.notes.append(
-            f"{ENGINE}.engine_num: start `swift rollout` on the other nodes, with the engine's keys as flags, and name "
-            "its addresses by --vllm_server_base_url."
-        )
-        for name in (*flags, *fields):
-            if name in engine:
-                translation.ignore(engine, name, "is a flag of `swift rollout`")
-        return
-    for name, flag in flags.items():
-        if name in engine:
-            translation.set(flag, engine.take(name), engine.source(name))
-    length = keys.peek("model.max_model_len")
-    if "max_model_len" not in engine and length is not None:
-        translation.set("vllm_max_model_len", length, keys.source("model.max_model_len"))
-    if fields:
-        values = {name.removeprefix("extra_engine_args."): engine.take(name) for name in fields}
-        translation.set("vllm_engine_kwargs", values, engine.source("extra_engine_args"))
 
 
 def _lengths(keys: Keys, translation: Translation) -> Lengths:
@@ -267,12 +182,11 @@ def _derive(keys: Keys, tree: Keys, translation: Translation, lengths: Lengths) 
     tokens = f"{ACTOR}.ppo_max_token_len_per_gpu"
     if tree.peek(f"{ACTOR}.use_dynamic_bsz") and lengths.total:
         tree.derive(tokens, 16384, "trainer.max_token_len_per_gpu")
-        if isinstance(tree.peek(tokens), int) and tree.peek(tokens) < lengths.total:
-            translation.set("packing", True, tree.source(f"{ACTOR}.use_dynamic_bsz"))
-            translation.set("packing_length", lengths.total, f"{keys.source('model.max_model_len')}, the least")
-            translation.set("micro_batch_size", 1, f"one pack, by {tree.source(f'{ACTOR}.use_dynamic_bsz')}")
-            for name in ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"):
-                translation.ignore(tree, f"{ACTOR}.{name}", "is raised to model.max_model_len")
+        size = tree.peek(tokens)
+        if isinstance(size, int) and size < lengths.total:
+            source = tree.source(tokens).rpartition(": ")[2]
+            translation.notes.append(f"{source} {size}: is raised to model.max_model_len {lengths.total}, as there.")
+            tree.derive(tokens, lengths.total, "model.max_model_len", replaces=True)
 
 
 def _set_batches(keys: Keys, translation: Translation, algorithm: Algorithm) -> None:
@@ -296,9 +210,7 @@ def _set_batches(keys: Keys, translation: Translation, algorithm: Algorithm) -> 
     if offset == interval:
         translation.set("async_generate", True, keys.source("synchronizer.sync_offset"))
     elif offset:
-        text = (
-            f"only 0, and sync_interval {interval}, are supported: a generation is drawn while the last is trained on"
-        )
+        text = f"choose 0, or sync_interval {interval}: a generation is drawn while the last is trained on"
         translation.refuse(keys, "synchronizer.sync_offset", text)
 
 
@@ -360,15 +272,6 @@ def _set_operators(keys: Keys, translation: Translation) -> None:
         else:
             fix = f"is a Python class of Trinity-RFT's. Only {', '.join(OPERATORS)} are supported"
             translation.refuse(keys, f"{table}.name", fix)
-
-
-def _set_teacher(keys: Keys, translation: Translation) -> None:
-    tables = keys.names("explorer.auxiliary_models")
-    if len(tables) != 1:
-        translation.refused.append("explorer.auxiliary_models: on_policy_distill needs one teacher. Set one")
-        return
-    key = f"{tables[0]}.model_path"
-    translation.set("teacher_model", keys.text(key), keys.source(key))
 
 
 def _set_critic(keys: Keys, tree: Keys, translation: Translation, *, is_used: bool) -> None:

@@ -59,7 +59,7 @@ ADVANTAGES: dict[str, dict[str, OptionValue]] = {
     "on_policy_distill": {},
 }
 # policy_loss_fn -> clipping below and above.
-LOSSES = {"ppo": (0.2, 0.2), "gspo": (0.0003, 0.0004), "sapo": None}
+LOSSES: dict[str, tuple[float, float] | None] = {"ppo": (0.2, 0.2), "gspo": (0.0003, 0.0004), "sapo": None}
 
 ROWS: tuple[Row, ...] = (
     computed(KEY, "rlhf_type", text="the command, the loss and the advantages, too"),
@@ -212,7 +212,7 @@ def _set_loss(keys: Keys, translation: Translation, algorithm: Algorithm) -> Non
 
 
 def _set_clipping(arguments: Keys, translation: Translation, name: str) -> None:
-    bounds = dict(zip(("clip_range_low", "clip_range_high"), LOSSES[name] or (), strict=True))
+    bounds: dict[str, float] = dict(zip(("clip_range_low", "clip_range_high"), LOSSES[name] or (), strict=True))
     for key, flag in (("clip_range_low", "epsilon"), ("clip_range_high", "epsilon_high")):
         chosen = key if key in arguments else "clip_range"
         bounds[key] = arguments.number(chosen, bounds[key])
