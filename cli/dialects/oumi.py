@@ -11,7 +11,7 @@ from .oumi_data import set_data, set_rewards
 from .oumi_rows import ROWS
 from .oumi_verl import ROWS as VERL_ROWS
 from .oumi_verl import set_verl
-from .translation import Dialect, Translation
+from .translation import Dialect, Translation, take_computed
 
 # training.trainer_type -> command, --rlhf_type ("": none).
 TRAINERS = {
@@ -55,6 +55,7 @@ def _compute(keys: Keys, translation: Translation) -> None:
     if trainer not in TRAINERS:
         nearest = "TRL_GKD is the nearest" if trainer == "TRL_GOLD" else f"choose one of {', '.join(TRAINERS)}"
         translation.refuse(keys, key, f"no such trainer here. Fix: {nearest}")
+        take_computed(keys, OUMI.rows)
         return
     translation.command, kind = TRAINERS[trainer]
     if kind:

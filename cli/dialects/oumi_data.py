@@ -29,6 +29,7 @@ DATASET_ROWS = (
     computed("dataset_kwargs.prompt_column", "columns", text="to query"),
     computed("dataset_kwargs.response_column", "columns", text="to response"),
     computed("dataset_kwargs.messages_column", "columns", text="to messages"),
+    needless("dataset_kwargs.return_conversation", "rows are read by their columns"),
     needless("dataset_kwargs.return_conversations", "rows are read by their columns"),
     needless("dataset_kwargs.return_conversations_format", "rows are read by their columns"),
     needless("dataset_kwargs.return_tensors", "rows are read by their columns"),

@@ -98,6 +98,15 @@ def translate(dialect: Dialect, keys: Keys) -> Translation:
     return translation
 
 
+def take_computed(keys: Keys, rows: Iterable[Row]) -> None:
+    """Take the keys that `Dialect.compute` would have taken, where the config's task itself is refused."""
+    table = {row.key: row for row in rows}
+    for key in keys.untaken():
+        row = find_row(general(key), table)
+        if row is not None and row.kind == "computed":
+            keys.take(key)
+
+
 def find_row(key: str, rows: dict[str, Row]) -> Row | None:
     """Return the row of a key: the one of that name, else the first whose `*` and `**` fit."""
     if key in rows:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..flags import UsageError
 from .keys import Keys, read_tree
-from .translation import Dialect, Translation
+from .translation import Dialect, Translation, take_computed
 from .trinity_algorithm import KEY, Algorithm, find_algorithm, set_preference, set_rl
 from .trinity_data import set_supervised_data, set_tasksets
 from .trinity_placement import set_placement, set_teacher
@@ -48,6 +48,7 @@ class Lengths:
 def _compute(keys: Keys, translation: Translation) -> None:
     algorithm = find_algorithm(keys, translation)
     if algorithm is None:
+        take_computed(keys, TRINITY.rows)
         return
     _add_trainer_file(keys, translation)
     tree = keys.view(TREE)

@@ -139,3 +139,8 @@ def test_fsdp_beside_a_layout() -> None:
     assert any(note.startswith("fsdp.enable_fsdp true: megatron-core trains") for note in translated("lora").notes)
     [refused] = translated("lora", "megatron.tensor_model_parallel_size=2").refused
     assert refused.startswith("fsdp.enable_fsdp true: cannot be used with megatron.tensor_model_parallel_size")
+
+
+def test_a_trainer_that_is_not_supported_is_all_that_is_refused() -> None:
+    [refused] = translated("all", "training.trainer_type=TRL_GOLD").refused
+    assert refused == "training.trainer_type TRL_GOLD: no such trainer here. Fix: TRL_GKD is the nearest"
