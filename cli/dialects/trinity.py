@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..flags import UsageError
-from .keys import Keys, read_tree
-from .translation import Dialect, Translation, take_computed
+from .keys import Keys, general, read_tree
+from .translation import Dialect, Translation, find_row, take_computed
 from .trinity_algorithm import KEY, Algorithm, find_algorithm, set_preference, set_rl
 from .trinity_data import set_supervised_data, set_tasksets
-from .trinity_placement import set_placement, set_teacher
+from .trinity_placement import ENGINE, set_placement, set_teacher
 from .trinity_rows import ROWS
 from .verl_batches import NEVER, Generation, set_micro_batches, set_schedule
 from .verl_roles import policy_layout, set_critic, set_policy, set_reference
@@ -22,6 +22,8 @@ from .verl_rows import SIZES
 
 TREE = "trainer.trainer_config"
 ACTOR = "actor_rollout_ref.actor"
+# Tables of verl's tree that Trinity-RFT fills from its own keys.
+UNREAD = ("data.", "algorithm.", "reward_model.", "custom_reward_function.", "trainer.", "actor_rollout_ref.rollout.")
 MONITORS = ("tensorboard", "wandb", "swanlab", "mlflow")
 OPERATORS = {"mask_response_truncated": "overlong_filter", "dapo_dynamic_sampling": "dynamic_sample"}
 
@@ -86,6 +88,7 @@ def _compute(keys: Keys, translation: Translation) -> None:
     _set_critic(keys, tree, translation, is_used=algorithm.kind == "ppo")
     _set_adapter(keys, translation)
     _set_run(keys, tree, translation)
+    _leave_unread(tree, translation)
     _set_defaults(tree, translation)
 
 
@@ -112,11 +115,17 @@ def _add_trainer_file(keys: Keys, translation: Translation) -> None:
     translation.refused += [f"{path}: {problem}" for problem in problems]
 
 
+def _length_key(keys: Keys, name: str) -> str:
+    """Return the key of a length, which older versions have in the engine's table."""
+    return f"{ENGINE}.{name}" if f"{ENGINE}.{name}" in keys else f"model.{name}"
+
+
 def _lengths(keys: Keys, translation: Translation) -> Lengths:
     """Return the lengths, of which one follows from the two others."""
-    total, prompt, completion = (
-        keys.integer(f"model.{name}") for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
-    )
+    total = keys.integer("model.max_model_len")
+    prompt, completion = (keys.integer(_length_key(keys, f"max_{name}_tokens")) for name in ("prompt", "response"))
+    for name in ("prompt", "response"):
+        keys.take(f"model.max_{name}_tokens")
     if total is None:
         total = prompt + completion if prompt and completion else None
     elif prompt is None and completion is None:
@@ -138,7 +147,7 @@ def _set_lengths(keys: Keys, translation: Translation, lengths: Lengths) -> None
         ("max_length", lengths.prompt, "max_prompt_tokens"),
         ("max_completion_length", lengths.completion, "max_response_tokens"),
     ):
-        key = f"model.{name}"
+        key = _length_key(keys, name)
         if value is not None:
             source = keys.source(key) if key in keys else f"{keys.source('model.max_model_len')}, less the other"
             translation.set(flag, value, source)
@@ -201,6 +210,9 @@ def _set_batches(keys: Keys, translation: Translation, algorithm: Algorithm) -> 
         total = prompts * count
         source = f"{translation.source(keys, 'buffer.batch_size')} {prompts} x {key} {count}"
         translation.set("global_batch_size", total, source)
+    passes = f"{TREE}.{ACTOR}.ppo_epochs"
+    if keys.integer(passes, 1) != 1:
+        translation.set("num_iterations", keys.integer(passes, 1), keys.source(passes))
     interval = keys.integer("synchronizer.sync_interval", 1)
     source = translation.source(keys, "synchronizer.sync_interval")
     translation.set("steps_per_generation", interval, source)
@@ -216,14 +228,15 @@ def _set_batches(keys: Keys, translation: Translation, algorithm: Algorithm) -> 
 
 
 def _set_supervised_batch(keys: Keys, translation: Translation) -> None:
-    key = "buffer.train_batch_size"
+    newer, older = "buffer.train_batch_size", "buffer.batch_size"
+    key = newer if newer in keys else older
     total = keys.integer(key)
     if total is None:
-        translation.refused.append(f"{key}: has no value. Set it")
+        translation.refused.append(f"{newer}: has no value. Set it")
     else:
         translation.set("global_batch_size", total, keys.source(key))
-    for other in ("buffer.batch_size", "synchronizer.sync_interval", "synchronizer.sync_offset"):
-        if other in keys:
+    for other in (older, "synchronizer.sync_interval", "synchronizer.sync_offset"):
+        if other in keys and other != key:
             translation.ignore(keys, other, "nothing is generated")
 
 
@@ -343,6 +356,15 @@ def _set_run(keys: Keys, tree: Keys, translation: Translation) -> None:
     if rope:
         translation.set("rope_scaling", keys.tree["model"]["rope_scaling"], keys.source("model.rope_scaling"))
         keys.drop("model.rope_scaling")
+
+
+def _leave_unread(tree: Keys, translation: Translation) -> None:
+    """Leave keys of verl's tree aside that Trinity-RFT replaces by its own, or does not read."""
+    rows = {row.key: row for row in ROWS}
+    for key in tree.untaken():
+        row = find_row(general(tree.full(key)), rows)
+        if row is not None and row.kind != "needless" and (row.kind == "computed" or key.startswith(UNREAD)):
+            translation.ignore(tree, key, "Trinity-RFT does not read it there, but its own keys")
 
 
 def _set_defaults(tree: Keys, translation: Translation) -> None:

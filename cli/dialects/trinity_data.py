@@ -366,7 +366,7 @@ def _set_sampling(keys: Keys, translation: Translation, training: str, evaluatio
             )
     for table in (training, *evaluations):
         key = f"{table}.rollout_args.max_tokens"
-        if key in keys and keys.integer(key) != keys.peek("model.max_response_tokens"):
+        if key in keys and keys.integer(key) != translation.flags.get("max_completion_length"):
             translation.refuse(keys, key, "is not model.max_response_tokens. Make them alike")
     counts = {keys.integer(f"{table}.repeat_times", 1) for table in evaluations}
     if len(counts) > 1:

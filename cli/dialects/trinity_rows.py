@@ -9,6 +9,10 @@ from .verl_task_rows import ROWS as TREE_ROWS
 
 NO_RAY = "there is no Ray"
 RUNNERS = "is of processes that ask engines, which the trainer does by itself"
+LISTS = (
+    "buffer.explorer_input.tasksets", "buffer.explorer_input.eval_tasksets", "explorer.auxiliary_models",
+    "model.lora_configs", "data_processor.experience_pipeline.operators", "stages",
+)  # fmt: skip
 SERVING = "is read with mode serve or bench alone"
 
 OPTIMIZER_ROWS = (
@@ -75,8 +79,8 @@ ENGINE_ROWS = (
     only("engine_type", "vllm", "vllm_async", fix="Engines are vLLM's. Set vllm"),
     only("dtype", "bfloat16", "auto", fix="An engine has the type of the weights. Set --torch_dtype"),
     same("enable_thinking", "enable_thinking"),
-    noted("max_prompt_tokens", "prompts are bounded by model.max_prompt_tokens"),
-    noted("max_response_tokens", "completions are bounded by model.max_response_tokens"),
+    computed("max_prompt_tokens", "max_length", text="goes before model.max_prompt_tokens"),
+    computed("max_response_tokens", "max_completion_length", text="goes before model.max_response_tokens"),
     needless("min_response_tokens", "as model.min_response_tokens"),
     needless("enable_prompt_truncation", "as model.enable_prompt_truncation"),
     needless("enable_chunked_prefill", "vLLM's default"),
@@ -172,7 +176,11 @@ ROWS: tuple[Row, ...] = (
     computed("buffer.train_batch_size", "global_batch_size", text="completions of a step"),
     computed("buffer.total_epochs", "num_train_epochs", text="left out 1"),
     computed("buffer.total_steps", "train_iters", text="x batch_size x repeat_times / train_batch_size"),
+    needless("buffer.max_retry_times", "is of databases"),
+    needless("buffer.max_retry_interval", "is of databases"),
+    needless("buffer.explorer_output.**", "each generation is trained on before the next"),
     *DATA_ROWS,
+    *(refused(name, "is a list of tables. Write them", []) for name in LISTS),
     computed("data_processor.experience_pipeline.operators[].name", "overlong_filter", "dynamic_sample",
              text="mask_response_truncated and dapo_dynamic_sampling"),
     refused("data_processor.experience_pipeline.operators[].args.**", f"is an argument of a Python class: {SCHEDULER}"),
@@ -182,6 +190,7 @@ ROWS: tuple[Row, ...] = (
     *under("explorer", EXPLORER_ROWS),
     *under("trainer", TRAINER_ROWS),
     *under("trainer.trainer_config", TREE_ROWS),
+    needless("trainer.trainer_config.critic.model.fsdp_config.**", "parameters of FSDP, which does not train here"),
     needless("synchronizer.sync_method", "weights go by NCCL, or by HTTP where that is not possible"),
     only("synchronizer.sync_style", "fixed", fix="Weights are sent after each generation. Set fixed"),
     computed("synchronizer.sync_interval", "steps_per_generation", text="left out 1"),

@@ -68,6 +68,8 @@ def test_lengths() -> None:
     assert flags("all", "~model.max_prompt_tokens")["max_length"] == 256 - 64
     values = flags("sapo")
     assert (values["max_length"], values["max_completion_length"]) == (64, 64)
+    values = flags("boxed")  # in the engine's table, as older versions have them
+    assert (values["max_length"], values["max_completion_length"]) == (192, 64)
     [refused] = translated("all", "model.max_model_len=100").refused
     assert refused.startswith("model.max_model_len 100: is less than max_prompt_tokens and max_response_tokens")
 
@@ -197,3 +199,19 @@ def test_a_teacher() -> None:
 
 def test_every_algorithm_is_known_once() -> None:
     assert not set(ALGORITHMS) & set(OTHERS)
+
+
+def test_keys_of_verl_that_trinity_fills_itself() -> None:
+    tree = "trainer.trainer_config"
+    words = (
+        f"{tree}.trainer.resume_mode=auto",
+        f"{tree}.trainer.default_local_dir=other",
+        f"{tree}.algorithm.gamma=0.5",
+    )
+    translation = translated("all", *words)
+    assert translation.refused == []
+    assert {word.partition("=")[0] for word in words} <= set(translation.needless)
+    assert (translation.flags["output_dir"], translation.flags["gamma"]) == ("output/project/group/name", 0.99)
+    [refused] = translated("all", f"{tree}.trainer.resume_mod=auto").refused
+    assert "The nearest is trainer.trainer_config.trainer.resume_mode" in refused
+    assert flags("all", f"{tree}.actor_rollout_ref.actor.ppo_epochs=2")["num_iterations"] == 2
