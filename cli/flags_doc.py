@@ -158,7 +158,7 @@ def _added_flags(title: str, options: type, *bases: type) -> Iterator[str]:
     yield f"### {title}\n"
     if changed:
         yield f"Other defaults: {', '.join(changed)}.\n"
-    yield from _table(HEADINGS, (_row(flag) for name, flag in flags.items() if name not in inherited))
+    yield from markdown_table(HEADINGS, (_row(flag) for name, flag in flags.items() if name not in inherited))
 
 
 def _infer() -> Iterator[str]:
@@ -180,13 +180,13 @@ def _export() -> Iterator[str]:
 
 def _prepare() -> Iterator[str]:
     yield "## swift prepare\n"
-    yield from _table(HEADINGS, map(_row, flags_of(RecipeOptions).values()))
+    yield from markdown_table(HEADINGS, map(_row, flags_of(RecipeOptions).values()))
 
 
 def _groups(flags: Iterable[Flag]) -> Iterator[str]:
     for group, members in itertools.groupby(flags, key=lambda flag: flag.group):
         yield f"### {group}\n"
-        yield from _table(HEADINGS, map(_row, members))
+        yield from markdown_table(HEADINGS, map(_row, members))
 
 
 def _row(flag: Flag) -> tuple[str, ...]:
@@ -200,7 +200,7 @@ def _different_defaults() -> Iterator[str]:
         (f"`--{n}`", f"`{old}`", f"`{defaults[n]}`" if defaults[n] else "", reason)
         for n, (old, reason) in DIFFERENT_DEFAULTS.items()
     )
-    yield from _table(("flag", "ms-swift", "here", "reason"), rows)
+    yield from markdown_table(("flag", "ms-swift", "here", "reason"), rows)
 
 
 def _legacy() -> Iterator[str]:
@@ -214,13 +214,13 @@ def _legacy() -> Iterator[str]:
     rows += [
         (f"`--{name} {old}`", f"`--{name} {new}`") for name, pairs in OLD_VALUES.items() for old, new in pairs.items()
     ]
-    yield from _table(("older", "canonical"), rows)
+    yield from markdown_table(("older", "canonical"), rows)
 
 
 def _foreign() -> Iterator[str]:
     yield "## Flags of LLaMA-Factory, TRL and transformers\n\nNot accepted; the error names the flag here.\n"
     rows = [(f"`--{name}`", f"`--{flag}`" if flag else "", note) for name, (flag, note) in FOREIGN_FLAGS.items()]
-    yield from _table(("their flag", "flag here", ""), [row for row in rows if row[0] != "`--dataset`"])
+    yield from markdown_table(("their flag", "flag here", ""), [row for row in rows if row[0] != "`--dataset`"])
 
 
 def _unsupported() -> Iterator[str]:
@@ -244,7 +244,8 @@ def _no_effect() -> Iterator[str]:
         yield f"- {', '.join(f'`--{name}`' for name, _ in rows)}: {reason}."
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
     head = list(head)
     for cells in (head, ["---"] * len(head), *rows):
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -59,3 +59,7 @@ def test_a_student_comes_to_its_teachers_loss(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_single_answers_and_rankings_are_learnt(tmp_path: Path) -> None:
     learn(tmp_path, "kto", "reranker")
+
+
+def test_configs_of_other_systems_train_as_flags_do(tmp_path: Path) -> None:
+    learn(tmp_path, "verl", "siirl", script="learn_dialects.py")

@@ -12,6 +12,7 @@ from ..flags import OptionValue, UsageError, show
 type Tree = dict[str, Any]
 
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s+~-][^=\s]*?)(?:=(?P<value>.*))?", re.DOTALL)
+LONGEST_VALUE = 100  # in a message
 INDEX = re.compile(r"\[\d+\]")
 
 
@@ -160,7 +161,8 @@ class Keys:
     def shown(self, key: str) -> str:
         """Return a key with its value, as the beginning of a message."""
         key = self._origins.get(self.full(key), self.full(key))
-        return f"{key} {show(self._leaves.get(key))}".rstrip()
+        value = " ".join(show(self._leaves.get(key)).split())
+        return f"{key} {value if len(value) <= LONGEST_VALUE else f'{value[:LONGEST_VALUE]}...'}".rstrip()
 
     def under(self, prefix: str) -> list[str]:
         """Return the keys of a table, or of the tables of a list."""

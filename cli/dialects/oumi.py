@@ -9,8 +9,8 @@ from ..launch import Processes, visible_gpus
 from .keys import Keys
 from .oumi_data import set_data, set_rewards
 from .oumi_rows import ROWS
+from .oumi_verl import PREFIX, set_verl
 from .oumi_verl import ROWS as VERL_ROWS
-from .oumi_verl import set_verl
 from .translation import Dialect, Translation, take_computed
 
 # training.trainer_type -> command, --rlhf_type ("": none).
@@ -427,4 +427,4 @@ def _set_gkd(keys: Keys, translation: Translation) -> None:
         translation.set("temperature", keys.number(key), keys.source(key))
 
 
-OUMI = Dialect("Oumi", (*ROWS, *VERL_ROWS), _compute)
+OUMI = Dialect("Oumi", (*ROWS, *VERL_ROWS), _compute, tree=PREFIX)

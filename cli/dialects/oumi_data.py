@@ -104,7 +104,7 @@ def set_data(keys: Keys, translation: Translation, kind: str) -> list[str]:
         if tables:
             _set_order(keys, translation, split, tables, f"{prefix}dataset_shuffle")
     if columns:
-        translation.set("columns", columns, keys.source("data.train.datasets[0].dataset_kwargs"))
+        translation.set("columns", dict(sorted(columns.items())), keys.source("data.train.datasets[0].dataset_kwargs"))
     _set_mixture(keys, translation, keys.names("data.train.datasets"))
     if kind == "":
         _set_trained_tokens(keys, translation)

@@ -8,8 +8,9 @@ from ..parse import CONFIG_FILE
 
 USAGE = "megatron run [MODULE] FILE.yaml [key=value ...] [--flag value ...]"
 # Modules of other systems that `megatron run` takes for `python3 -m`, each with the dialect of its words.
-MODULES = {"verl.trainer.main_ppo": "verl", "siirl.main_dag": "siirl"}
-PACKAGED = ("ppo_trainer", "ppo_megatron_trainer")  # configs within verl, whose values are its defaults
+MODULES = {"verl.trainer.main_ppo": "verl", "recipe.dapo.main_dapo": "verl", "siirl.main_dag": "siirl"}
+# Configs within verl, whose values are its defaults.
+PACKAGED = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
 HYDRA_FLAGS = {  # of a module
     **dict.fromkeys(("--config-path", "--config-dir", "-cp", "-cd"), "path"),
     **dict.fromkeys(("--config-name", "-cn"), "name"),

@@ -76,6 +76,8 @@ class Dialect:
     """Set the command, and every flag that is more than one key's value. Runs before the rows."""
     defaults: Mapping[str, Default] = field(default_factory=dict)  # by flag
     """Set last, where the command has the flag and no key has set it."""
+    tree: str = ""
+    """Table that has verl's tree; its rows are verl's."""
 
 
 def translate(dialect: Dialect, keys: Keys) -> Translation:
@@ -91,7 +93,7 @@ def translate(dialect: Dialect, keys: Keys) -> Translation:
             translation.refuse(keys, key, _unknown(general(key), rows))
         else:
             _apply(row, key, keys, translation)
-    translation.refused += [problem for problem in keys.problems if problem not in translation.refused]
+    translation.refused += [text for text in dict.fromkeys(keys.problems) if text not in translation.refused]
     for flag, default in dialect.defaults.items():
         if flag not in translation.flags:
             translation.set(flag, default.value, f"{dialect.name}'s default of {default.key}")
@@ -138,7 +140,8 @@ def _apply(row: Row, key: str, keys: Keys, translation: Translation) -> None:
         translation.note(keys, key, row.text)
     elif row.kind == "only":
         allowed = " or ".join(show(item) or "none" for item in row.accepted)
-        translation.refuse(keys, key, f"only {allowed} is supported. {row.text}")
+        problem = f"only {allowed} is supported" if allowed else "is not supported"
+        translation.refuse(keys, key, f"{problem}. {row.text}")
     elif row.kind == "computed":  # the dialect takes it in other configs
         translation.refuse(keys, key, f"has no effect in this config ({row.text}). Remove it")
     else:

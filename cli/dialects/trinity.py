@@ -379,4 +379,4 @@ def _set_defaults(tree: Keys, translation: Translation) -> None:
             translation.set(flag, value, f"{translation.dialect}'s default of algorithm.optimizer.{key}")
 
 
-TRINITY = Dialect("Trinity-RFT", ROWS, _compute)
+TRINITY = Dialect("Trinity-RFT", ROWS, _compute, tree=TREE)

@@ -207,7 +207,7 @@ def _columns(table: Keys, names: dict[str, tuple[str, str]]) -> dict[str, str]:
 
 def _set_columns(translation: Translation, columns: dict[str, str], source: str) -> None:
     if columns:
-        translation.set("columns", columns, source)
+        translation.set("columns", dict(sorted(columns.items())), source)
 
 
 def _set_texts(keys: Keys, translation: Translation, formats: list[str], default: str | None) -> None:

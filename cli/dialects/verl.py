@@ -33,7 +33,6 @@ SIIRL_ONLY = (
     "dag", "profiler", "algorithm.workflow_type", "algorithm.algorithm_name", "algorithm.weight_factor_in_cpgd",
     "actor_rollout_ref.actor.policy_drift_coeff", "actor_rollout_ref.actor.use_cpgd_loss",
     "actor_rollout_ref.actor.megatron.param_dtype", "data.num_loader_workers", "data.auto_repeat", "trainer.seed",
-    "reward_model.overlong_buffer",
 )  # fmt: skip
 VERL_ONLY = (
     "defaults", "hydra", "ray_init", "ray_kwargs", "global_profiler", "transfer_queue",
@@ -96,7 +95,7 @@ def tree_defaults(defaults: TreeDefaults) -> dict[str, Default]:
     """Return the defaults of the tree that differ from ours, by flag."""
     optim = "actor_rollout_ref.actor.optim"
     return {
-        "use_hf": Default(True, "the hub"),
+        "use_hf": Default(True, "actor_rollout_ref.model.path"),
         "lr": Default(1e-6, f"{optim}.lr"),
         "lr_decay_style": Default(defaults.lr_decay_style, DECAY),
         "weight_decay": Default(0.01, f"{optim}.weight_decay"),

@@ -70,7 +70,7 @@ def set_micro_batches(
         translation.ignore(keys, tokens, "read with use_dynamic_bsz alone")
     replicas = layout.replicas(processes) if processes else 0
     if size in keys:
-        micro, source = keys.integer(size, 1), keys.source(size)
+        micro, source = max(keys.integer(size, 1), 1), keys.source(size)
         keys.take(whole)
     elif whole in keys and replicas:
         micro, source = max(keys.integer(whole, 1) // replicas, 1), f"{keys.source(whole)} / {replicas} ranks"

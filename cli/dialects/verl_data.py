@@ -52,7 +52,7 @@ def set_data(keys: Keys, translation: Translation) -> bool:
         ("train_files", "train_max_samples", "dataset"),
         ("val_files", "val_max_samples", "val_dataset"),
     ):
-        paths = [str(path).strip() for item in data.items(name) for path in _paths(item)]
+        paths = [str(path).strip() for item in data.items(name) for path in _paths(item or "")]
         files: list[Scalar] = [path for path in paths if path]
         count = data.integer(samples, -1)
         source = data.source(name)
@@ -95,7 +95,11 @@ def _set_mixture(data: Keys, translation: Translation) -> None:
     strategy = data.text("mix_strategy", "concat")
     if strategy not in ("concat", *strategies):
         translation.refuse(data, "mix_strategy", f"choose one of concat, {', '.join(strategies)}")
-    probabilities: list[Scalar] = [float(part) for item in data.items("interleave_probs") for part in _paths(item)]
+    try:
+        probabilities: list[Scalar] = [float(part) for item in data.items("interleave_probs") for part in _paths(item)]
+    except (TypeError, ValueError):
+        translation.refuse(data, "interleave_probs", "numbers are needed")
+        return
     if strategy in strategies and probabilities:
         translation.set("interleave_prob", probabilities, data.source("interleave_probs"))
         translation.set("stopping_strategy", strategies[strategy], data.source("mix_strategy"))

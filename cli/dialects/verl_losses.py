@@ -275,6 +275,10 @@ def set_rewards(keys: Keys, translation: Translation, *, completion_length: int)
         ):
             if name in reward:
                 translation.ignore(reward, name, "the reward is the reward model's score")
+        for name in ("path", "name"):
+            key = f"custom_reward_function.{name}"
+            if key in keys:
+                translation.ignore(keys, key, "the reward is the reward model's score")
         return
     if "model.path" in reward:
         translation.ignore(reward, "model.path", "read with reward_model.enable alone")
@@ -286,9 +290,14 @@ def set_rewards(keys: Keys, translation: Translation, *, completion_length: int)
         translation.refuse(
             reward, "reward_manager", "not supported. Set naive or dapo, or write a reward (docs/grpo.md)"
         )
-    functions: list[Scalar] = ["by_source"]
+    custom = keys.view("custom_reward_function")
+    function, path = custom.text("name", "compute_score"), custom.text("path")
+    functions: list[Scalar] = [function if path else "by_source"]
     weights: list[Scalar] = [1.0]
     source = translation.source(reward, "reward_manager")
+    if path:
+        source = translation.source(custom, "name")
+        translation.set("external_plugins", [path], custom.source("path"))
     for table in OVERLONG:
         names = [f"{table}.{name}" for name in ("len", "penalty_factor")]
         if not reward.boolean(f"{table}.enable", False):

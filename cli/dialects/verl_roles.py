@@ -21,6 +21,7 @@ LORA_TABLE = {
     "lora.target_modules": "target_modules", "lora.dtype": "lora_dtype", "lora.adapter_path": "adapters",
 }  # fmt: skip
 LORA_DEFAULTS: dict[str, OptionValue] = {"lora_alpha": 16, "lora.alpha": 32, "lora.dropout": 0.0}
+OTHER_ENGINES = ("sglang", "trtllm")  # in whose place vLLM generates
 ENGINE_FLAGS = {
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "enforce_eager": "vllm_enforce_eager",
@@ -28,6 +29,16 @@ ENGINE_FLAGS = {
     "max_num_seqs": "vllm_max_num_seqs",
     "enable_prefix_caching": "vllm_enable_prefix_caching",
 }
+# Defaults of the policy's settings with which the critic's are compared, and such settings without one.
+CRITIC_DEFAULTS: dict[str, OptionValue] = {
+    "ppo_mini_batch_size": 256, "ppo_epochs": 1, "n": 1, "weight_decay": 0.01, "clip_grad": 1.0, "min_lr": 0.0,
+    "lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.0, "lr_warmup_init": 0.0, "optimizer": "adam",
+    "betas": [0.9, 0.999], "lr_wsd_decay_style": "exponential",
+}  # fmt: skip
+CRITIC_SETTINGS = (
+    "lr_decay_style", "lr_decay_steps", "lr_wsd_decay_steps", "min_lr_ratio",
+    "override_optimizer_config.optimizer_cpu_offload", "override_optimizer_config.optimizer_offload_fraction",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ def number_at(keys: Keys, key: str, default: int) -> int:
 
 def policy_layout(keys: Keys) -> Layout:
     """Return the policy's layout, whose keys have rows of their own."""
-    tensor, pipeline, context = (number_at(keys, f"{POLICY}.{size}", 1) for size in SIZES[:3])
+    tensor, pipeline, context = (max(number_at(keys, f"{POLICY}.{size}", 1), 1) for size in SIZES[:3])
     return Layout(tensor, pipeline, context)
 
 
@@ -159,9 +170,6 @@ def set_critic(keys: Keys, translation: Translation, *, is_used: bool) -> None:
     _compare_critic(keys, translation)
 
 
-CRITIC_ALIKE = ("ppo_mini_batch_size", "ppo_epochs", "grad_clip")
-
-
 def _compare_critic(keys: Keys, translation: Translation) -> None:
     """Refuse settings of the critic that are not the policy's, by which it is trained."""
     actor = "actor_rollout_ref.actor"
@@ -193,49 +201,24 @@ def _compare_critic(keys: Keys, translation: Translation) -> None:
         translation.ignore(keys, key, "the critic's loss is a mean over tokens")
     clip = "critic.grad_clip"
     if clip in keys:
-        policy = keys.peek(f"{actor}.optim.clip_grad") or keys.peek(f"{actor}.grad_clip") or 1.0
-        if float(keys.number(clip, 1.0)) == float(policy):
+        policy = keys.number(f"{actor}.optim.clip_grad", keys.number(f"{actor}.grad_clip", 1.0))
+        if keys.number(clip) == policy:
             translation.ignore(keys, clip, "as the policy's")
         else:
-            translation.refuse(
-                keys, clip, f"the critic's gradients are clipped as the policy's, at {show(policy)}. Remove it"
-            )
-
-
-CRITIC_DEFAULTS: dict[str, OptionValue] = {
-    "ppo_mini_batch_size": 256, "ppo_epochs": 1, "n": 1, "weight_decay": 0.01, "clip_grad": 1.0, "min_lr": 0.0,
-    "lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.0, "lr_warmup_init": 0.0, "optimizer": "adam",
-    "betas": [0.9, 0.999], "lr_wsd_decay_style": "exponential",
-}  # fmt: skip
-"""Defaults of the policy's settings with which the critic's are compared."""
+            text = f"the critic's gradients are clipped as the policy's, at {show(policy)}. Remove it"
+            translation.refuse(keys, clip, text)
 
 
 def _is_setting(key: str) -> bool:
     """Return whether a key of the critic's optimizer is compared with the policy's."""
-    return key.removeprefix("critic.optim.") in (
-        *CRITIC_DEFAULTS,
-        "lr_decay_style",
-        "lr_decay_steps",
-        "lr_wsd_decay_steps",
-        "min_lr_ratio",
-        "override_optimizer_config.optimizer_cpu_offload",
-        "override_optimizer_config.optimizer_offload_fraction",
-    )
+    return key.removeprefix("critic.optim.") in (*CRITIC_DEFAULTS, *CRITIC_SETTINGS)
 
 
 def _ignore_critic(keys: Keys, translation: Translation) -> None:
     names = (
-        "model.path",
-        "optim.lr",
-        "cliprange_value",
-        "enable",
-        "ppo_mini_batch_size",
-        "ppo_epochs",
-        "rollout_n",
-        "loss_agg_mode",
-        "grad_clip",
-        "ppo_micro_batch_size_per_gpu",
-    )
+        "model.path", "optim.lr", "cliprange_value", "enable", "ppo_mini_batch_size", "ppo_epochs", "rollout_n",
+        "loss_agg_mode", "grad_clip", "ppo_micro_batch_size_per_gpu",
+    )  # fmt: skip
     optimizer = [key for key in keys.under("critic.optim") if _is_setting(key)]
     for key in [*(f"critic.{name}" for name in names), *optimizer]:
         if key in keys:
@@ -286,12 +269,14 @@ def set_engine(keys: Keys, translation: Translation, *, gpus_of_node: int | None
     """Set the engine that generates, in the training processes."""
     name = keys.text(f"{ROLLOUT}.name", "vllm")
     source = translation.source(keys, f"{ROLLOUT}.name")
-    if name not in ("vllm", "sglang", "hf"):
+    if name not in ("vllm", "hf", *OTHER_ENGINES):
         translation.refuse(keys, f"{ROLLOUT}.name", "no such engine. Set vllm or hf")
-        return
     translation.set("use_vllm", name != "hf", source)
-    if name == "sglang":
+    if name in OTHER_ENGINES:
         translation.note(keys, f"{ROLLOUT}.name", "vLLM generates, with the same sampling")
+    replay = f"{ROLLOUT}.enable_rollout_routing_replay"
+    if keys.boolean(replay, False):
+        translation.set("router_replay_mode", "R3", keys.source(replay))
     keys = keys.view(ROLLOUT)
     engine_keys = [*ENGINE_FLAGS, "tensor_model_parallel_size", "free_cache_engine", *keys.under("engine_kwargs.vllm")]
     if name == "hf":

@@ -5,7 +5,8 @@ from .verl_rows import ACTOR, CRITIC, FORWARD_BATCHES, MODEL, PROFILER, REFERENC
 
 OWN_CODE = "Write it as a reward of --external_plugins (docs/grpo.md), name it in --reward_funcs, and remove this key"
 SCHEDULERS = (
-    "Write it as a scheduler of --external_plugins (docs/grpo.md), set --multi_turn_scheduler, and remove this key"
+    "Write turns, tools and environments as a scheduler of --external_plugins (docs/grpo.md), set "
+    "--multi_turn_scheduler, and remove this key"
 )
 RAY = "torchrun starts the processes"
 
@@ -14,7 +15,7 @@ ROLLOUT = (
         "name",
         "use_vllm",
         "vllm_mode",
-        text="vllm: in the training processes; hf: transformers; sglang: as vllm, noted",
+        text="vllm: in the training processes; hf: transformers; sglang, trtllm: as vllm, noted",
     ),
     computed("n", "num_generations", text="left out 1"),
     computed("prompt_length", text="data.max_prompt_length; another number is refused"),
@@ -75,9 +76,7 @@ ROLLOUT = (
     only("over_sample_rate", 0, fix="All completions of a generation are waited for. Remove it"),
     only("skip_rollout", False, fix="Remove it"),
     only("quantization", False, fix="The engine has the policy's type. Remove it"),
-    only(
-        "enable_rollout_routing_replay", False, fix="Set actor.router_replay.mode=R3, which asks the engine by itself"
-    ),
+    computed("enable_rollout_routing_replay", "router_replay_mode", text="true: R3"),
     only("limit_images", fix="GRPO trains text alone"),
     needless("skip_dump_dir", "read with skip_rollout alone"),
     needless("trace.**", "completions are written by --log_completions true"),
@@ -311,12 +310,12 @@ ROWS: tuple[Row, ...] = (
     *under("reward_model", REWARD),
     *under("algorithm", ALGORITHM),
     *under("trainer", TRAINER),
-    only("custom_reward_function.path", fix=OWN_CODE),
+    computed("custom_reward_function.path", "external_plugins", text="a function of one completion, as it is"),
+    computed("custom_reward_function.name", "reward_funcs", text="with path; left out compute_score"),
     only("reward_manager.source", "register", fix=OWN_CODE),
     computed("reward_manager.name", "reward_funcs", text="as reward_model.reward_manager, which it is by default"),
     only("reward_manager.module.path", fix=OWN_CODE),
     needless("reward_manager.module.name", "read with reward_manager.module.path alone"),
-    needless("custom_reward_function.name", "read with custom_reward_function.path alone"),
     refused("custom_reward_function.reward_kwargs.*", OWN_CODE),
     refused("dag.workflow_path", "Pipelines are this project's own. Remove it"),
     refused("dag.custom_pipeline_fn", "Pipelines are this project's own. Remove it"),

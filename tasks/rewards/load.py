@@ -11,6 +11,7 @@ from . import by_source, functions, single_rule
 from .math_verify_threads import allow_time_limits_in_threads
 from .registry import orms
 from .reward_fn import Reward
+from .score_function import register_score_functions
 
 MODEL, GYM = "reward_model", "gym_reward"
 BUILT_IN_MODULES = functions.__name__, by_source.__name__, single_rule.__name__
@@ -35,6 +36,7 @@ def check_rewards(options: RewardOptions) -> None:
         raise ValueError("--reward_funcs: completions need a reward. Set some, a --reward_model, or a --gym_env")
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"--reward_funcs {' '.join(names)}: {duplicates[0]} occurs twice. Set its weight instead")
+    register_score_functions(names)
     for name in names:
         _check_known(name, options)
     if weights and len(weights) != len(names):
@@ -57,6 +59,7 @@ def load_rewards(options: RewardOptions, run_options: object, model: Callable | 
     model: the `ModelReward` of `--reward_model`, if set
     """
     names = reward_names(options)
+    register_score_functions(names)
     if any(is_plugins(orms.get(name)) for name in names):
         allow_time_limits_in_threads()
     return [Reward(name, model if name == MODEL and model else instantiate(orms[name], run_options)) for name in names]
@@ -65,6 +68,7 @@ def load_rewards(options: RewardOptions, run_options: object, model: Callable | 
 def signatures(options: RewardOptions) -> list[Reward]:
     """Return the rewards for inspection only: classes are not instantiated, which may be expensive."""
     rewards = []
+    register_score_functions(reward_names(options))
     for name in reward_names(options):
         entry: Any = orms.get(name) or (lambda messages: messages)  # a reward model
         function: Any = partial(entry.__call__, None) if isinstance(entry, type) else entry

@@ -97,6 +97,15 @@ def load_plugins(paths: Sequence[str]) -> None:
         _loaded.add(path)
 
 
+def plugin_function(name: str) -> Callable | None:
+    """Return the function of a name in the loaded files, or None."""
+    for module_name, module in list(sys.modules.items()):
+        function = getattr(module, name, None) if module_name.startswith(MODULE_PREFIX) else None
+        if inspect.isfunction(function) and function.__module__ == module_name:
+            return function
+    return None
+
+
 def _reason(error: BaseException, path: Path) -> str:
     fix = "Fix the file, or remove the flag"
     if isinstance(error, MsSwiftImportError):

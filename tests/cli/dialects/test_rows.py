@@ -30,15 +30,19 @@ def all_flags() -> dict[str, Flag]:
     }
 
 
+def is_of_tree(name: str, row: Row) -> bool:
+    """Return whether a row is of a table with verl's rows, which are tested where they are at the root."""
+    tree = load_dialect(name).tree
+    return bool(tree) and row.key.startswith(f"{tree}.")
+
+
 FLAGS = all_flags()
-# Tables with verl's rows, which are tested where they are at the root.
-TREES = ("trainer.trainer_config.", "training.verl_config_overrides.")
 # siiRL has verl's rows.
 ROWS = [
     pytest.param(name, row, id=f"{name}: {row.key}")
     for name in NAMES
     for row in load_dialect(name).rows
-    if name != "siirl" and not row.key.startswith(TREES)
+    if name != "siirl" and not is_of_tree(name, row)
 ]
 
 
@@ -132,6 +136,16 @@ def test_a_row(name: str, row: Row) -> None:
         assert refusals(with_row(name, row, "another value")[0], key)
     else:
         assert refusals(with_row(name, row, "another value")[0], key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_value_of_a_computed_key_ends_in_a_traceback(name: str) -> None:
+    for path in (path for path, dialect in OWN.items() if dialect == name):
+        tree = tree_of(path, name)[0]
+        for row in load_dialect(name).rows:
+            if row.kind == "computed" or "size" in row.key:
+                for value in ("x", 0, [None]):
+                    translated(with_leaf(tree, concrete(row.key), value), name)
 
 
 @pytest.mark.parametrize("name", NAMES)
