@@ -30,6 +30,7 @@ from .rollout_servers import HOST, RolloutServer, free_ports
 
 POLL = 0.1  # seconds
 SERVER_PATIENCE = 10.0  # seconds for a server to end after SIGTERM
+NOTICE_PATIENCE = 5.0  # seconds for the trainer to notice by itself that a server is lost
 TRAINER_PATIENCE = 20.0  # seconds for the trainer to end after SIGINT, as it frees its servers
 TAIL = 15  # lines of a server's log in an error
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -99,7 +100,7 @@ class Supervisor:
         self._guard = Guard()
         self._former = {number: signal.getsignal(number) for number in FORWARDED}
         for number, handler in self._former.items():
-            if handler != signal.SIG_IGN:  # nohup
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._forward)
         return self
 
@@ -133,8 +134,10 @@ class Supervisor:
             time.sleep(POLL)
         if (lost := self._lost_server()) is not None and code != 0 and not self._signals:
             self._report(lost.failure())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                trainer.wait(NOTICE_PATIENCE)
             self._end([trainer], signal.SIGINT, TRAINER_PATIENCE)
-            return code or 1
+            return 1
         return 128 - code if code and code < 0 else code or 0
 
     def _start(self, command: list[str], environment: Mapping[str, str], **streams: object) -> subprocess.Popen:
