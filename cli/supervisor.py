@@ -14,17 +14,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from ..tasks.options import GkdOptions, GrpoOptions
 from ..tasks.rollout.addresses import STARTED_SERVERS, StartedServers
 from ..tasks.run.resume import OUTPUT, STARTED, launched_run_dir
 from ..tasks.system import console
 from ..templates.plural import plural
+from .guard import Guard, kill_session
 from .launch import Processes, check_port, end_with_parent, torchrun_launch
 from .rollout_servers import HOST, RolloutServer, free_ports
 
@@ -61,7 +61,7 @@ def run_with_servers(
             flush=True,
         )
         for server, port in zip(servers, ports, strict=True):
-            supervisor.start_server(server, server.command(port), server.environment(key, options.hub_token))
+            supervisor.start_server(server, server.command(port), os.environ | server.variables(key, options.hub_token))
         command, variables = torchrun_launch(processes, argv, settings, output=output)
         os.environ |= {name: variables[name] for name in (STARTED, OUTPUT)}  # `launched_run_dir` reads them
         trainer_environment = os.environ | settings | variables | {STARTED_SERVERS: json.dumps(addresses)}
@@ -78,12 +78,24 @@ class StartedServer:
 
     def failure(self) -> str:
         """Return the error for a server that has ended by itself."""
-        code = self.process.returncode
-        end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        with contextlib.suppress(OSError):
-            if lines := console.visible_text(self.log.read_text(errors="replace")).strip().splitlines()[-TAIL:]:
-                return "\n  ".join([f"error: {self.server.name} {end}. The end of {self.log}:", *lines])
-        return f"error: {self.server.name} {end}, without a word"
+        return server_failure(self.server.name, self.process.returncode, self.log)
+
+
+def server_failure(name: str, code: int, log: Path) -> str:
+    """Return the error for a server that has ended by itself, with the end of its log."""
+    end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    with contextlib.suppress(OSError):
+        if lines := console.visible_text(log.read_text(errors="replace")).strip().splitlines()[-TAIL:]:
+            return "\n  ".join([f"error: {name} {end}. The end of {log}:", *lines])
+    return f"error: {name} {end}, without a word"
+
+
+def report_error(text: str) -> None:
+    """Print an error, and append it to the run's console.log."""
+    with contextlib.suppress(OSError):
+        print(console.color_label(text, sys.stderr), file=sys.stderr, flush=True)
+    if folder := launched_run_dir():
+        console.append(console.log_file(folder), text)
 
 
 class Supervisor:
@@ -133,7 +145,7 @@ class Supervisor:
             self._move_logs()
             time.sleep(POLL)
         if (lost := self._lost_server()) is not None and code != 0 and not self._signals:
-            self._report(lost.failure())
+            report_error(lost.failure())
             with contextlib.suppress(subprocess.TimeoutExpired):
                 trainer.wait(NOTICE_PATIENCE)
             self._end([trainer], signal.SIGINT, TRAINER_PATIENCE)
@@ -180,58 +192,3 @@ class Supervisor:
         for server in self._servers:
             with contextlib.suppress(OSError):
                 server.log = server.log.rename(folder / server.log.name)
-
-    def _report(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(console.color_label(text, sys.stderr), file=sys.stderr, flush=True)
-        if folder := launched_run_dir():
-            console.append(console.log_file(folder), text)
-
-
-class Guard:
-    """Child process that kills sessions when this process ends without having removed them, as by SIGKILL."""
-
-    def __init__(self):
-        reader, self._writer = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._pid = os.fork()
-        if not self._pid:
-            os.close(self._writer)
-            _kill_at_end(reader)
-        os.close(reader)
-
-    def add(self, session: int) -> None:
-        os.write(self._writer, f"+{session}\n".encode())
-
-    def remove(self, session: int) -> None:
-        os.write(self._writer, f"-{session}\n".encode())
-
-    def close(self) -> None:
-        os.close(self._writer)
-        os.waitpid(self._pid, 0)
-
-
-def _kill_at_end(reader: int) -> NoReturn:
-    """Read the sessions to kill until the pipe's writer has ended. In the guard's process."""
-    with contextlib.suppress(BaseException):
-        os.setsid()
-        for number in (*FORWARDED, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_IGN)
-        for session in _sessions_left(reader):
-            kill_session(session)
-    os._exit(0)
-
-
-def _sessions_left(reader: int) -> Iterator[int]:
-    sessions: set[int] = set()
-    with os.fdopen(reader) as lines:
-        for line in lines:
-            (sessions.add if line[0] == "+" else sessions.discard)(int(line[1:]))
-    yield from sessions
-
-
-def kill_session(session: int) -> None:
-    """Kill the processes of a session that are in its first process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(session, signal.SIGKILL)
