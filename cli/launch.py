@@ -59,9 +59,7 @@ class Processes:
         nodes = _number("NNODES", 1, minimum=1)
         node_rank = _number("NODE_RANK", 0)
         if uses_ray and "NODE_RANK" in os.environ:
-            raise UsageError(
-                f"NODE_RANK={node_rank} cannot be used with --use_ray true, which starts all nodes. Unset it."
-            )
+            raise UsageError(f"NODE_RANK={node_rank}: --use_ray true starts all nodes by itself. Unset it.")
         if node_rank >= nodes:
             raise UsageError(f"NODE_RANK={node_rank}: not below NNODES={nodes}. Set 0 to {nodes - 1}.")
         if nodes > 1 and "MASTER_ADDR" not in os.environ and not uses_ray:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -81,6 +81,13 @@ class StartedServer:
         return server_failure(self.server.name, self.process.returncode, self.log)
 
 
+def _prepare_server() -> None:
+    """Prepare the process of a server before its program starts."""
+    end_with_parent()
+    for number in (signal.SIGUSR1, signal.SIGHUP):  # schedulers send them to all processes, and mean the trainer
+        signal.signal(number, signal.SIG_IGN)
+
+
 def server_failure(name: str, code: int, log: Path) -> str:
     """Return the error for a server that has ended by itself, with the end of its log."""
     end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -131,12 +138,13 @@ class Supervisor:
         self._output.mkdir(parents=True, exist_ok=True)
         log = self._output / f"rollout-server-{server.number}-{self._time}.log"
         with log.open("ab") as stream:
-            process = self._start(command, environment, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL)
+            streams = {"stdout": stream, "stderr": stream, "stdin": subprocess.DEVNULL}
+            process = self._start(command, environment, _prepare_server, **streams)
         self._servers.append(StartedServer(server, process, log))
 
     def supervise(self, command: list[str], environment: Mapping[str, str]) -> int:
         """Start the trainer, wait until it or a server ends, and return the run's exit code."""
-        trainer = self._trainer = self._start(command, environment)
+        trainer = self._trainer = self._start(command, environment, end_with_parent)
         for number in self._signals:  # received during the start
             trainer.send_signal(number)
         while (code := trainer.poll()) is None:
@@ -152,13 +160,15 @@ class Supervisor:
             return 1
         return 128 - code if code and code < 0 else code or 0
 
-    def _start(self, command: list[str], environment: Mapping[str, str], **streams: object) -> subprocess.Popen:
+    def _start(
+        self, command: list[str], environment: Mapping[str, str], prepare: Callable[[], None], **streams: object
+    ) -> subprocess.Popen:
         # A session of its own: Ctrl-C in the terminal comes once, from this process.
         process = subprocess.Popen(
             command,
             env=environment,
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=prepare,
             **streams,  # pyright: ignore[reportArgumentType, reportCallIssue]
         )
         self._guard.add(process.pid)
