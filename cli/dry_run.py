@@ -51,8 +51,8 @@ def report(
         f"{plural(training.global_batch_size // samples_per_pass, 'micro batch')}",
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
-        *_server_lines(processes, servers),
         f"  command           {shown_command(torchrun_command(processes, _without_dry_run(argv)), settings)}",
+        *_server_lines(processes, servers),
         "",
         "Dry run: nothing was trained.",
     ]
@@ -63,11 +63,11 @@ def _server_lines(processes: Processes, servers: Sequence[RolloutServer]) -> lis
     """Return the placement of training and rollout servers, with the servers' commands."""
     if not servers:
         return []
-    lines = [f"  training          {plural(processes.per_node, 'process')}"]
-    for server in servers:
-        command = shown_command(["swift", *server.words(port=0)], server.settings())
-        lines.append(f"  {server.name}: {command}")
-    return lines
+    commands = [shown_command(["swift", *server.words(port=0)], server.settings()) for server in servers]
+    return [
+        f"  training          {plural(processes.per_node, 'process')}",
+        *(f"  {server.name}: {command}" for server, command in zip(servers, commands, strict=True)),
+    ]
 
 
 def _check_weights(options: SftOptions) -> None:

@@ -48,18 +48,23 @@ class Processes:
         return self.per_node * self.nodes
 
     @classmethod
-    def of_environment(cls, gpus: int) -> "Processes":
-        """Read the environment. NPROC_PER_NODE defaults to the number of visible GPUs, or 1. Raises UsageError."""
+    def of_environment(cls, gpus: int, *, uses_ray: bool = False) -> "Processes":
+        """Read the environment. NPROC_PER_NODE defaults to the number of visible GPUs, or 1. Raises UsageError.
+
+        uses_ray: Ray chooses the first node, its address and its port
+        """
         if under_torchrun():
             local = _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1))
             return cls(local, max(1, _number("WORLD_SIZE", 1) // local))
         nodes = _number("NNODES", 1, minimum=1)
         node_rank = _number("NODE_RANK", 0)
+        if uses_ray and "NODE_RANK" in os.environ:
+            raise UsageError(f"NODE_RANK={node_rank}: --use_ray true starts all nodes by itself. Unset it.")
         if node_rank >= nodes:
             raise UsageError(f"NODE_RANK={node_rank}: not below NNODES={nodes}. Set 0 to {nodes - 1}.")
-        if nodes > 1 and "MASTER_ADDR" not in os.environ:
+        if nodes > 1 and "MASTER_ADDR" not in os.environ and not uses_ray:
             raise UsageError(f"NNODES={nodes} needs MASTER_ADDR. Set it to the address of the node with NODE_RANK=0.")
-        port = _number("MASTER_PORT", 29500 if nodes > 1 else 0)
+        port = _number("MASTER_PORT", 29500 if nodes > 1 and not uses_ray else 0)
         if port > 65535:
             raise UsageError(f"MASTER_PORT={port}: not a port. Set 1 to 65535.")
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")

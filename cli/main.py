@@ -283,6 +283,7 @@ def _run_training(command: Command, options: Options, sources: Sources, notes: l
     from ..tasks.run.planning import ProcessLayout
     from .checks.common import check_lock, check_training, check_writable, output_folder
     from .launch import (
+        STARTED,
         Processes,
         environment,
         open_gpu,
@@ -296,10 +297,15 @@ def _run_training(command: Command, options: Options, sources: Sources, notes: l
 
     if not options.training.dry_run:
         console.start_copy(shown_command(argv, {}))
-    placement = Placement.of(options, visible_gpu_names())
+    uses_ray = options.training.use_ray and not os.environ.get(STARTED)  # not in the processes that Ray has started
+    if uses_ray:
+        from .ray_launcher import check_ray
+
+        check_ray()
+    placement = Placement.of(options, visible_gpu_names(), uses_ray=uses_ray)
     gpus = len(placement.training)
     notes += unseen_gpus(gpus)
-    processes = Processes.of_environment(gpus)
+    processes = Processes.of_environment(gpus, uses_ray=uses_ray)
     layout = ProcessLayout.of(options.build, processes.world)
     before = flag_values(options)
     notes += check_training(options, layout, gpus, processes.per_node, sources)
@@ -307,7 +313,7 @@ def _run_training(command: Command, options: Options, sources: Sources, notes: l
     _print_notes(notes)
     settings = environment(options.build, processes, gpus)
     servers = plan_servers(options, placement) if placement.servers else []
-    if servers and gpus:
+    if servers and gpus and not uses_ray:
         settings["CUDA_VISIBLE_DEVICES"] = ",".join(placement.training)
     if options.training.dry_run:
         from .dry_run import report
@@ -317,6 +323,10 @@ def _run_training(command: Command, options: Options, sources: Sources, notes: l
     if not under_torchrun() and processes.node_rank == 0:
         check_writable(options)
         check_lock(options)
+    if uses_ray:
+        from .ray_launcher import run_on_ray
+
+        return run_on_ray(processes, argv, settings, servers, options, gpus=gpus, output=output_folder(options))
     if servers:
         from .supervisor import run_with_servers
 

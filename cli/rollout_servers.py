@@ -29,10 +29,11 @@ class Placement:
     servers: list[list[str]]
 
     @classmethod
-    def of(cls, options: object, gpus: list[str]) -> "Placement":
+    def of(cls, options: object, gpus: list[str], *, uses_ray: bool = False) -> "Placement":
         """Give the last --rollout_num_gpus to servers. Raises UsageError.
 
         gpus: names of the visible GPUs, as CUDA_VISIBLE_DEVICES has them
+        uses_ray: Ray chooses the servers' GPUs; on a run of several nodes, beside those of training
         """
         engine = group_of(options, EngineOptions)
         if engine is None or not engine.rollout_num_gpus or started_servers():
@@ -44,7 +45,10 @@ class Placement:
                 f"{flag}: torchrun has started this process, and the command starts servers before it starts torchrun. "
                 "Run `megatron` without torchrun, or start `swift rollout` and set --vllm_server_base_url."
             )
-        if (nodes := os.environ.get("NNODES") or "1") != "1":
+        nodes = os.environ.get("NNODES") or "1"
+        if uses_ray and nodes != "1":
+            return cls(gpus, [[] for _ in range(0, count, size)])
+        if nodes != "1":
             raise UsageError(
                 f"{flag}: starts servers for a run on one node, and NNODES is {nodes}. Start `swift rollout` on the "
                 "nodes that serve and set --vllm_server_base_url (docs/many-nodes.md), or set --use_ray true."
@@ -55,7 +59,9 @@ class Placement:
                 f"{len(gpus) - 1}, or show more with CUDA_VISIBLE_DEVICES."
             )
         first = len(gpus) - count
-        groups = [gpus[first + start : first + start + size] if gpus else [] for start in range(0, count, size)]
+        groups = [gpus[first + start : first + start + size] for start in range(0, count, size)]
+        if not gpus or uses_ray:
+            groups = [[] for _ in groups]
         return cls(gpus[:first] if gpus else [], groups)
 
 
@@ -64,36 +70,39 @@ class RolloutServer:
     """A `swift rollout` to start."""
 
     number: int  # from 1
-    gpus: list[str]
+    size: int  # its GPUs, or processes on a CPU
+    gpus: list[str]  # empty: on a CPU, or chosen by Ray
     flags: list[str]  # of `swift rollout`, but for host and port
 
     @property
     def name(self) -> str:
-        gpus = f"{'GPU' if len(self.gpus) == 1 else 'GPUs'} {', '.join(self.gpus)}" if self.gpus else "CPU"
-        return f"rollout server {self.number} ({gpus})"
+        gpus = f" ({'GPU' if len(self.gpus) == 1 else 'GPUs'} {', '.join(self.gpus)})" if self.gpus else ""
+        return f"rollout server {self.number}{gpus}"
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, host: str = HOST) -> list[str]:
         """Return the command of the process."""
         program = [sys.executable, "-P", "-m", "megaswift.cli.main", "swift"]
-        return [*program, *self.words(port)]
+        return [*program, *self.words(port, host)]
 
-    def words(self, port: int) -> list[str]:
-        return ["rollout", *self.flags, "--host", HOST, "--port", str(port)]
+    def words(self, port: int, host: str = HOST) -> list[str]:
+        """Return the words of `swift`."""
+        return ["rollout", *self.flags, "--host", host, "--port", str(port)]
 
     def settings(self) -> dict[str, str]:
         """Return the variables that place the server."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
 
-    def environment(self, api_key: str, hub_token: str | None) -> dict[str, str]:
-        """Return the variables of the process."""
+    def variables(self, api_key: str, hub_token: str | None) -> dict[str, str]:
+        """Return the variables to set for the process."""
         secrets = {HIDDEN: json.dumps(["--hub_token", hub_token])} if hub_token else {}
-        return os.environ | secrets | self.settings() | {VARIABLE: api_key, "PYTHONSAFEPATH": "1"}
+        return secrets | self.settings() | {VARIABLE: api_key, "PYTHONSAFEPATH": "1"}
 
 
 def plan_servers(options: GrpoOptions | GkdOptions, placement: Placement) -> list[RolloutServer]:
     """Return the servers of a run, whose options have passed the checks."""
     flags = server_flags(options)
-    return [RolloutServer(number, gpus, flags) for number, gpus in enumerate(placement.servers, 1)]
+    size = options.engine.vllm_tensor_parallel_size
+    return [RolloutServer(number, size, gpus, flags) for number, gpus in enumerate(placement.servers, 1)]
 
 
 def server_flags(options: GrpoOptions | GkdOptions) -> list[str]:
@@ -121,15 +130,15 @@ def _default(kind: type, name: str) -> object:
     return getattr(kind(), name)
 
 
-def free_ports(count: int, reserved: ExitStack) -> list[int]:
-    """Return free ports of the loopback interface, which nobody else is given before `reserved` is closed.
+def free_ports(count: int, reserved: ExitStack, host: str = HOST) -> list[int]:
+    """Return free ports of an interface, which nobody else is given before `reserved` is closed.
 
     Linux lets a server listen on a port that another socket has bound, if both allow that and only one listens.
     """
     sockets = [reserved.enter_context(socket.socket()) for _ in range(count)]
     for each in sockets:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        each.bind((HOST, 0))
+        each.bind((host, 0))
     ports = [each.getsockname()[1] for each in sockets]
     if sys.platform != "linux":
         reserved.close()

@@ -14,22 +14,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from ..tasks.options import GkdOptions, GrpoOptions
 from ..tasks.rollout.addresses import STARTED_SERVERS, StartedServers
 from ..tasks.run.resume import OUTPUT, STARTED, launched_run_dir
 from ..tasks.system import console
 from ..templates.plural import plural
+from .guard import Guard, kill_session
 from .launch import Processes, check_port, end_with_parent, torchrun_launch
 from .rollout_servers import HOST, RolloutServer, free_ports
 
 POLL = 0.1  # seconds
 SERVER_PATIENCE = 10.0  # seconds for a server to end after SIGTERM
+NOTICE_PATIENCE = 5.0  # seconds for the trainer to notice by itself that a server is lost
 TRAINER_PATIENCE = 20.0  # seconds for the trainer to end after SIGINT, as it frees its servers
 TAIL = 15  # lines of a server's log in an error
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -60,7 +61,7 @@ def run_with_servers(
             flush=True,
         )
         for server, port in zip(servers, ports, strict=True):
-            supervisor.start_server(server, server.command(port), server.environment(key, options.hub_token))
+            supervisor.start_server(server, server.command(port), os.environ | server.variables(key, options.hub_token))
         command, variables = torchrun_launch(processes, argv, settings, output=output)
         os.environ |= {name: variables[name] for name in (STARTED, OUTPUT)}  # `launched_run_dir` reads them
         trainer_environment = os.environ | settings | variables | {STARTED_SERVERS: json.dumps(addresses)}
@@ -77,12 +78,31 @@ class StartedServer:
 
     def failure(self) -> str:
         """Return the error for a server that has ended by itself."""
-        code = self.process.returncode
-        end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        with contextlib.suppress(OSError):
-            if lines := console.visible_text(self.log.read_text(errors="replace")).strip().splitlines()[-TAIL:]:
-                return "\n  ".join([f"error: {self.server.name} {end}. The end of {self.log}:", *lines])
-        return f"error: {self.server.name} {end}, without a word"
+        return server_failure(self.server.name, self.process.returncode, self.log)
+
+
+def _prepare_server() -> None:
+    """Prepare the process of a server before its program starts."""
+    end_with_parent()
+    for number in (signal.SIGUSR1, signal.SIGHUP):  # schedulers send them to all processes, and mean the trainer
+        signal.signal(number, signal.SIG_IGN)
+
+
+def server_failure(name: str, code: int, log: Path) -> str:
+    """Return the error for a server that has ended by itself, with the end of its log."""
+    end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    with contextlib.suppress(OSError):
+        if lines := console.visible_text(log.read_text(errors="replace")).strip().splitlines()[-TAIL:]:
+            return "\n  ".join([f"error: {name} {end}. The end of {log}:", *lines])
+    return f"error: {name} {end}, without a word"
+
+
+def report_error(text: str) -> None:
+    """Print an error, and append it to the run's console.log."""
+    with contextlib.suppress(OSError):
+        print(console.color_label(text, sys.stderr), file=sys.stderr, flush=True)
+    if folder := launched_run_dir():
+        console.append(console.log_file(folder), text)
 
 
 class Supervisor:
@@ -99,7 +119,7 @@ class Supervisor:
         self._guard = Guard()
         self._former = {number: signal.getsignal(number) for number in FORWARDED}
         for number, handler in self._former.items():
-            if handler != signal.SIG_IGN:  # nohup
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._forward)
         return self
 
@@ -118,12 +138,13 @@ class Supervisor:
         self._output.mkdir(parents=True, exist_ok=True)
         log = self._output / f"rollout-server-{server.number}-{self._time}.log"
         with log.open("ab") as stream:
-            process = self._start(command, environment, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL)
+            streams = {"stdout": stream, "stderr": stream, "stdin": subprocess.DEVNULL}
+            process = self._start(command, environment, _prepare_server, **streams)
         self._servers.append(StartedServer(server, process, log))
 
     def supervise(self, command: list[str], environment: Mapping[str, str]) -> int:
         """Start the trainer, wait until it or a server ends, and return the run's exit code."""
-        trainer = self._trainer = self._start(command, environment)
+        trainer = self._trainer = self._start(command, environment, end_with_parent)
         for number in self._signals:  # received during the start
             trainer.send_signal(number)
         while (code := trainer.poll()) is None:
@@ -132,18 +153,22 @@ class Supervisor:
             self._move_logs()
             time.sleep(POLL)
         if (lost := self._lost_server()) is not None and code != 0 and not self._signals:
-            self._report(lost.failure())
+            report_error(lost.failure())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                trainer.wait(NOTICE_PATIENCE)
             self._end([trainer], signal.SIGINT, TRAINER_PATIENCE)
-            return code or 1
+            return 1
         return 128 - code if code and code < 0 else code or 0
 
-    def _start(self, command: list[str], environment: Mapping[str, str], **streams: object) -> subprocess.Popen:
+    def _start(
+        self, command: list[str], environment: Mapping[str, str], prepare: Callable[[], None], **streams: object
+    ) -> subprocess.Popen:
         # A session of its own: Ctrl-C in the terminal comes once, from this process.
         process = subprocess.Popen(
             command,
             env=environment,
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=prepare,
             **streams,  # pyright: ignore[reportArgumentType, reportCallIssue]
         )
         self._guard.add(process.pid)
@@ -177,58 +202,3 @@ class Supervisor:
         for server in self._servers:
             with contextlib.suppress(OSError):
                 server.log = server.log.rename(folder / server.log.name)
-
-    def _report(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(console.color_label(text, sys.stderr), file=sys.stderr, flush=True)
-        if folder := launched_run_dir():
-            console.append(console.log_file(folder), text)
-
-
-class Guard:
-    """Child process that kills sessions when this process ends without having removed them, as by SIGKILL."""
-
-    def __init__(self):
-        reader, self._writer = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._pid = os.fork()
-        if not self._pid:
-            os.close(self._writer)
-            _kill_at_end(reader)
-        os.close(reader)
-
-    def add(self, session: int) -> None:
-        os.write(self._writer, f"+{session}\n".encode())
-
-    def remove(self, session: int) -> None:
-        os.write(self._writer, f"-{session}\n".encode())
-
-    def close(self) -> None:
-        os.close(self._writer)
-        os.waitpid(self._pid, 0)
-
-
-def _kill_at_end(reader: int) -> NoReturn:
-    """Read the sessions to kill until the pipe's writer has ended. In the guard's process."""
-    with contextlib.suppress(BaseException):
-        os.setsid()
-        for number in (*FORWARDED, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_IGN)
-        for session in _sessions_left(reader):
-            kill_session(session)
-    os._exit(0)
-
-
-def _sessions_left(reader: int) -> Iterator[int]:
-    sessions: set[int] = set()
-    with os.fdopen(reader) as lines:
-        for line in lines:
-            (sessions.add if line[0] == "+" else sessions.discard)(int(line[1:]))
-    yield from sessions
-
-
-def kill_session(session: int) -> None:
-    """Kill the processes of a session that are in its first process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(session, signal.SIGKILL)

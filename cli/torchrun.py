@@ -153,3 +153,5 @@ if __name__ == "__main__":
         sys.exit(_exit_code(error))
     except processes.SignalException as error:
         sys.exit(128 + signal.Signals(error.sigval).value)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all processes have ended

@@ -24,7 +24,7 @@ ORDER = {
     "tasks": "options system prepare losses distributed multi_turn turns rewards observability run train "
     "reference convert rollout supervised preference rl distillation infer_metrics infer_media infer_data infer",
     "cli": "flags foreign_flags accepted_flags unsupported_flags legacy_flags parse saved_args checks flags_doc doctor "
-    "launch rollout_servers supervisor torchrun dialects dialects_doc dry_run main",
+    "launch guard rollout_servers supervisor ray_launcher torchrun dialects dialects_doc dry_run main",
 }
 COMMANDS = {"bridge.families.__main__"}  # run by `python -m`, imported by nothing
 FILES = [file for room in MAY_IMPORT for file in sorted((ROOT / room).rglob("*.py"))]

@@ -34,6 +34,11 @@ class TrainingOptions:
     manual_gc_steps: Annotated[int, "Steps between garbage collections; 0: never.", "[0, inf)"] = 0
     manual_gc_eval: Annotated[bool, "Also collect garbage before and after an evaluation."] = True
     dry_run: Annotated[bool, "Check options, model and data, print the plan, and do not train."] = False
+    use_ray: Annotated[
+        bool,
+        "Start the processes, and the servers of --rollout_num_gpus, on the nodes of a Ray cluster: that of "
+        "RAY_ADDRESS, or of this machine.",
+    ] = False
 
 
 @dataclass

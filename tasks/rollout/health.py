@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Iterable
 import httpx
 from tqdm import tqdm
 
+from .addresses import started_servers
+
 POLL_INTERVAL = 2.0  # seconds between health checks
 ANSWER_TIMEOUT = 10.0  # seconds for an answer of /health, and to connect
 
@@ -18,6 +20,8 @@ def notify(text: str) -> None:
 
 def reconnect_hint(reconnect_timeout: float) -> str:
     """Return text on how to recover a lost server; `reconnect_timeout`: seconds that the run waits for it."""
+    if started_servers():
+        return "The command that started it shows the end of its log."
     if reconnect_timeout:
         return f"See its log and restart it: the run waits for it, for {reconnect_timeout:.0f} s."
     return (

@@ -109,7 +109,7 @@ FILES = {
             "examples/ray/gkd/rollout_colocate_teacher_colocate.yaml",
             "frozen_lake_colocate.yaml",
         ),
-        "rlhf_type: grpo\n",
+        "rlhf_type: grpo\ncolocate_groups: [[train, rollout]]\n",
     ),
 }
 

@@ -157,7 +157,7 @@ def test_unknown_flags_that_are_ignored(tmp_path: Path) -> None:
     assert "true or false" in refusal("--ignore_args_error", "maybe")
     # Values, and features that are known and lacking, remain errors.
     assert "a number is needed" in refusal("--ignore_args_error", "true", "--lr", "abc")
-    assert "no support for Ray" in refusal("--ignore_args_error", "true", "--use_ray", "true")
+    assert "no support for groups of Ray" in refusal("--ignore_args_error", "true", "--device_groups", "actor")
 
 
 def test_names_of_other_trainers_lead_to_flags() -> None:
@@ -374,8 +374,8 @@ def test_config_file_and_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
         ("c.json", '{"lr": 1,}', "--config {file}: cannot be read:"),
         (
             "c.json",
-            '{"use_ray": true}',
-            "--use_ray true (from {file}): no support for Ray. Remove it",
+            '{"device_groups": "actor"}',
+            "--device_groups actor (from {file}): no support for groups of Ray's processes. Set NPROC_PER_NODE",
         ),
         ("c.json", '{"micro_batch_size": true}', "--micro_batch_size true: a whole number is needed (from {file})."),
     ],
