@@ -12,6 +12,7 @@ from .oumi_rows import ROWS
 from .oumi_verl import PREFIX, set_verl
 from .oumi_verl import ROWS as VERL_ROWS
 from .translation import Dialect, Translation, take_computed
+from .verl_roles import number_at
 
 # training.trainer_type -> command, --rlhf_type ("": none).
 TRAINERS = {
@@ -317,6 +318,8 @@ def _set_batches(keys: Keys, translation: Translation, table: str) -> None:
         count = keys.integer(f"{table}.num_generations", 8)
         key = f"{table}.num_generations"
         translation.set("num_generations", count, keys.source(key) if key in keys else f"Oumi's default of {key}")
+        if total <= 0 or count <= 0:
+            return  # which the flags refuse by themselves
         generations = math.lcm(total, count) // total
         translation.set("steps_per_generation", generations, f"whole prompts: lcm({total}, {count}) / {total}")
         if generations > 1:
@@ -329,8 +332,8 @@ def _set_batches(keys: Keys, translation: Translation, table: str) -> None:
 def _set_virtual_stages(keys: Keys, translation: Translation) -> None:
     """Set VPP: chunks of layers of a stage, where Oumi counts those of all stages."""
     key = "megatron.virtual_pipeline_model_parallel_size"
-    chunks, stages = keys.integer(key), keys.peek("megatron.pipeline_model_parallel_size") or 1
-    if chunks is None or stages == 1:
+    chunks, stages = keys.integer(key), number_at(keys, "megatron.pipeline_model_parallel_size", 1)
+    if chunks is None or stages <= 1:
         return
     if chunks % stages:
         translation.refuse(keys, key, f"not a multiple of megatron.pipeline_model_parallel_size {stages}. Set one")
@@ -366,8 +369,9 @@ def _set_lengths(keys: Keys, translation: Translation, trainer: str, table: str)
         if length is not None:
             translation.needless[key] = f"Oumi ignores it with {trainer}"
         return
-    prompt = keys.peek(f"{table}.max_prompt_length") or 512
-    completion = keys.peek(f"{table}.max_completion_length") or keys.peek("megatron.sampling_config.max_tokens") or 512
+    prompt = number_at(keys, f"{table}.max_prompt_length", 512)
+    tokens = number_at(keys, "megatron.sampling_config.max_tokens", 512)
+    completion = number_at(keys, f"{table}.max_completion_length", tokens)
     if keys.boolean("megatron.enable_sequence_packing", False):
         translation.set("packing", True, keys.source("megatron.enable_sequence_packing"))
         source = f"{table}.max_prompt_length {prompt} + {table}.max_completion_length {completion}"

@@ -216,7 +216,7 @@ def _set_batches(keys: Keys, translation: Translation, algorithm: Algorithm) -> 
     interval = keys.integer("synchronizer.sync_interval", 1)
     source = translation.source(keys, "synchronizer.sync_interval")
     translation.set("steps_per_generation", interval, source)
-    if interval * total % count:
+    if count > 0 and interval * total % count:
         text = f"{interval} x {total} completions are of no whole number of prompts. Set a multiple of {count}"
         translation.refuse(keys, "buffer.train_batch_size", text)
     offset = keys.integer("synchronizer.sync_offset", 0)

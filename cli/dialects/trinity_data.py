@@ -212,8 +212,8 @@ def _set_columns(translation: Translation, columns: dict[str, str], source: str)
 
 def _set_texts(keys: Keys, translation: Translation, formats: list[str], default: str | None) -> None:
     """Set the system prompt and whether the model thinks, which are one for all data."""
-    prompts = {keys.text(f"{table}.system_prompt", keys.peek(f"{INPUT}.system_prompt") or default) for table in formats}
-    keys.take(f"{INPUT}.system_prompt")
+    general = keys.text(f"{INPUT}.system_prompt") or default
+    prompts = {keys.text(f"{table}.system_prompt", general) for table in formats}
     first = f"{formats[0]}.system_prompt"
     if len(prompts) > 1:
         translation.refuse(keys, first, "--system is one for all data. Make those of all tasksets alike")
@@ -281,11 +281,11 @@ def set_tasksets(keys: Keys, translation: Translation) -> bool:
 def _workflow(keys: Keys, translation: Translation, tables: list[str]) -> str:
     """Return the workflow that all tasksets have."""
     default = f"{INPUT}.default_workflow_type"
+    general = keys.text(default, "simple_workflow")
     names = {}
     for table in tables:
         key = f"{table}.default_workflow_type"
-        names[key if key in keys else default] = keys.text(key, keys.peek(default) or "simple_workflow")
-    keys.take(default)
+        names[key if key in keys else default] = keys.text(key, general)
     for key in [*(f"{table}.default_eval_workflow_type" for table in tables), f"{INPUT}.default_eval_workflow_type"]:
         if key in keys:
             names[key] = keys.text(key, "")

@@ -37,10 +37,10 @@ def set_placement(keys: Keys, translation: Translation, algorithm: Algorithm, *,
         )
         processes = nodes * per_node
     if nodes > 1 and gpus:
-        if (gpus + teacher_gpus) % per_node:
+        if per_node <= 0 or (gpus + teacher_gpus) % per_node:
             text = f"{gpus} GPUs of engines are no whole nodes of {per_node}. Set a number that is"
             translation.refuse(keys, f"{ENGINE}.engine_num", text)
-        translation.nodes = max(processes // per_node, 1)
+        translation.nodes = max(processes // max(per_node, 1), 1)
     translation.processes = processes
     if not is_supervised:
         _set_engine(keys, translation, mode, gpus, nodes)
