@@ -285,7 +285,8 @@ def _grpo_table(keys: Keys, translation: Translation) -> str:
 
 def _data_parallel_size(keys: Keys, translation: Translation) -> tuple[int, str]:
     """Return the size that the launcher's processes give, and how it comes about."""
-    sizes = [keys.peek(f"megatron.{name}_parallel_size") or 1 for name in ("tensor_model", "pipeline_model", "context")]
+    names = ("tensor_model", "pipeline_model", "context")
+    sizes = [max(number_at(keys, f"megatron.{name}_parallel_size", 1), 1) for name in names]
     processes = Processes.of_environment(visible_gpus()).world
     model = math.prod(sizes)
     if processes % model:
