@@ -83,8 +83,11 @@ def _section(name: str) -> Iterator[str]:
     yield f"## {TITLES[name]}\n"
     if dialect.defaults:
         yield from _defaults((name, *SAME_ROWS.get(name, ())))
+    if dialect.tree:
+        yield f"`{dialect.tree}` has the keys of verl's config, which is above.\n"
+    dialect_rows = [row for row in dialect.rows if not dialect.tree or not row.key.startswith(f"{dialect.tree}.")]
     tables: dict[tuple[tuple[str, str, str], ...], list[str]] = {}  # several roles may have the same keys
-    for root, rows in itertools.groupby(sorted(dialect.rows, key=_order), key=_root):
+    for root, rows in itertools.groupby(sorted(dialect_rows, key=_order), key=_root):
         tables.setdefault(tuple(_cells(root, list(rows))), []).append(root or "Others")
     for cells, roots in tables.items():
         yield f"### {', '.join(roots)}\n"

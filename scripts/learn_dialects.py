@@ -22,6 +22,8 @@ from learn import make_model
 from learn_rl import BIN, megatron, write_sums
 
 GENERATIONS = 5
+CONFIGS = Path(__file__).parent / "dialects"
+PLUGIN = "--external_plugins exact.py --reward_funcs exact"
 NUMBERS = ("reward", "loss", "grad_norm", "learning_rate", "critic/loss", "values/mean")
 LOGGED = "--logging_steps 1 --dataloader_num_workers 0 --no_save_optim true"
 
@@ -128,6 +130,18 @@ RUNS = {
         processes=2,
         file=("roll.yaml", ROLL),
     ),
+    # Configs of the GRPO run of learn_rl.py.
+    **{
+        name: DialectRun(
+            f"{name}.yaml {steps}=5 {PLUGIN}",
+            f"{PLUGIN} --rlhf_type grpo --dataset questions.jsonl --use_vllm false --num_generations 16 "
+            "--global_batch_size 256 --micro_batch_size 128 --max_completion_length 3 --temperature 1 --beta 0 "
+            "--lr 1e-3 --train_iters 5",
+            processes=1,
+            file=(f"{name}.yaml", (CONFIGS / f"{name}.yaml").read_text().replace(": base,", ": {base},")),
+        )
+        for name, steps in (("trinity", "trainer.total_steps"), ("oumi", "training.max_steps"))
+    },
 }
 
 

@@ -114,6 +114,8 @@ class Keys:
         self._overridden = overridden
         self._leaves = dict(leaves(tree))
         self._taken: set[str] = set()
+        self._origins: dict[str, str] = {}  # derived key -> key that it comes from
+        self._files: dict[str, str] = {}  # keys of other files
         self._prefix = ""
 
     def view(self, prefix: str) -> "Keys":
@@ -126,18 +128,42 @@ class Keys:
         """Return a key of a view as the config has it."""
         return self._prefix + key
 
+    def derive(self, key: str, value: OptionValue, origin: str, *, replaces: bool = False) -> None:
+        """Give a key of a view a value that a key of the whole config implies, unless it has one of its own.
+
+        replaces: a value of its own is replaced
+        """
+        key = self.full(key)
+        self._taken.add(origin)
+        if replaces or self._leaves.get(key) is None:
+            self._leaves[key] = value
+            if key != origin:
+                self._origins[key] = origin
+
+    def add_file(self, tree: Tree, file: str) -> None:
+        """Add the keys of another file to those of a view, which go before."""
+        for name, value in leaves(tree):
+            key = self.full(name)
+            if key not in self._leaves:
+                self._leaves[key], self._files[key] = value, file
+
+    def is_overridden(self, key: str) -> bool:
+        """Return whether the command line sets a key."""
+        return self.full(key) in self._overridden
+
     def __contains__(self, key: str) -> bool:
         """Return whether a key has a value other than null."""
         return self._leaves.get(self.full(key)) is not None
 
     def source(self, key: str) -> str:
         """Return where a key is set, for messages and args.json."""
-        key = self.full(key)
-        return f"{'command line' if key in self._overridden else self.file}: {key}"
+        key = self._origins.get(self.full(key), self.full(key))
+        file = "command line" if key in self._overridden else self._files.get(key, self.file)
+        return f"{file}: {key}"
 
     def shown(self, key: str) -> str:
         """Return a key with its value, as the beginning of a message."""
-        key = self.full(key)
+        key = self._origins.get(self.full(key), self.full(key))
         value = " ".join(show(self._leaves.get(key)).split())
         return f"{key} {value if len(value) <= LONGEST_VALUE else f'{value[:LONGEST_VALUE]}...'}".rstrip()
 

@@ -77,6 +77,8 @@ class Dialect:
     """Set the command, and every flag that is more than one key's value. Runs before the rows."""
     defaults: Mapping[str, Default] = field(default_factory=dict)  # by flag
     """Set last, where the command has the flag and no key has set it."""
+    tree: str = ""
+    """Table that has verl's tree; its rows are verl's."""
 
 
 def translate(dialect: Dialect, keys: Keys) -> Translation:
@@ -97,6 +99,15 @@ def translate(dialect: Dialect, keys: Keys) -> Translation:
         if flag not in translation.flags:
             translation.set(flag, default.value, f"{dialect.name}'s default of {default.key}")
     return translation
+
+
+def take_computed(keys: Keys, rows: Iterable[Row]) -> None:
+    """Take the keys that `Dialect.compute` would have taken, where the config's task itself is refused."""
+    table = {row.key: row for row in rows}
+    for key in keys.untaken():
+        row = find_row(general(key), table)
+        if row is not None and row.kind == "computed":
+            keys.take(key)
 
 
 def find_row(key: str, rows: dict[str, Row]) -> Row | None:

@@ -77,7 +77,7 @@ def set_micro_batches(
     else:
         return
     batch = translation.flags.get("global_batch_size")
-    if replicas and isinstance(batch, int) and batch % replicas == 0 and (batch // replicas) % micro:
+    if replicas and isinstance(batch, int) and batch > 0 and batch % replicas == 0 and (batch // replicas) % micro:
         rank = batch // replicas
         divisors = [number for number in range(1, rank + 1) if rank % number == 0]
         below = max(number for number in divisors if number < micro or number == 1)

@@ -10,8 +10,8 @@ class RewardOptions:
 
     reward_funcs: Annotated[
         list[str],
-        "Reward functions: accuracy, by_source, format, cosine, repetition, soft_overlong, reward_model, or those of "
-        "plugins.",
+        "Reward functions: accuracy, gsm8k, countdown, by_source, format, cosine, repetition, soft_overlong, "
+        "reward_model, or those of plugins.",
     ] = field(default_factory=list)
     reward_weights: Annotated[
         list[float],
@@ -38,6 +38,9 @@ class RewardOptions:
         "judge: prompt with {question}, {reference} and {response}, or a .txt file with it. The reply's last YES or NO "
         "counts, or `Score: N` of 10.",
     ] = None
+    countdown_format_score: Annotated[
+        float, "countdown, also as a rule: score of an equation that is wrong.", "(-inf, inf)"
+    ] = 0.1
     cosine_min_len_value_wrong: Annotated[
         float, "cosine: reward of a wrong completion of length 0.", "(-inf, inf)"
     ] = -0.5

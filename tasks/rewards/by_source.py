@@ -11,6 +11,7 @@ from .registry import reward
 from .reward_fn import BUILT_IN, RewardError
 from .rules.answers import MathRule, score_choice, score_gsm8k
 from .rules.code import CodeRule
+from .rules.countdown import score_countdown
 from .rules.ifeval import score_ifeval
 from .rules.judge import JudgeRule, base_url, judge_prompt
 from .rules.sample import Rule, RuleSample
@@ -29,6 +30,7 @@ RULES: dict[str, Callable[[RewardOptions], Rule]] = {
     "gsm8k": lambda args: score_gsm8k,
     "math": lambda args: MathRule(),
     "crossthinkqa": lambda args: score_choice,
+    "countdown": lambda args: partial(score_countdown, format_score=args.countdown_format_score),
     "ifeval": lambda args: score_ifeval,
     "code": partial(CodeRule, gives_shares=False),
     "code_share": partial(CodeRule, gives_shares=True),
@@ -50,6 +52,7 @@ SOURCES = {
     "numina_*": "math",
     "deepmath*": "math",
     "crossthinkqa": "crossthinkqa",
+    "countdown": "countdown",
     "ifeval": "ifeval",
     "codecontests": "code_share",
     "apps": "code_share",

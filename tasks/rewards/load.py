@@ -7,14 +7,14 @@ from typing import Any
 
 from ..options.rewards import RewardOptions
 from ..system.plugins import instantiate, is_plugins, unknown_name_error
-from . import by_source, functions
+from . import by_source, functions, single_rule
 from .math_verify_threads import allow_time_limits_in_threads
 from .registry import orms
 from .reward_fn import Reward
 from .score_function import register_score_functions
 
 MODEL, GYM = "reward_model", "gym_reward"
-BUILT_IN_MODULES = functions.__name__, by_source.__name__
+BUILT_IN_MODULES = functions.__name__, by_source.__name__, single_rule.__name__
 
 
 def reward_names(options: RewardOptions) -> list[str]:

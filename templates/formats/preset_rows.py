@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 
 from ..json_types import Json, JsonObject
+from .recipes import RECIPES
 
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 TOXIC = "toxic-dpo-v0.2"  # source of orpo-dpo-mix-40k that is left out
@@ -119,6 +120,24 @@ def countdown(nums: list[int], target: int) -> JsonObject:
         "in <answer> </answer> tags, for example <answer> (1 + 2) / 3 * 4 = 4 </answer>."
     )
     return {"query": query, "nums": nums, "target": target}
+
+
+def countdown_oumi(nums: list[int], target: int) -> JsonObject:
+    """Return the prompt of Oumi, which is TinyZero's for models without a chat template."""
+    query = (
+        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
+        "assistant first thinks about the reasoning process in the mind and then provides the user with the answer.\n"
+        f"User: Using the numbers {nums}, create an equation that equals {target}. You can use basic arithmetic "
+        "operations (+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And "
+        "return the final answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.\n"
+        "Assistant: Let me solve this step by step.\n<think>"
+    )
+    return {"query": query, "data_source": "countdown", "ground_truth": {"target": target, "numbers": nums}}
+
+
+def gsm8k_verl(question: str, answer: str) -> JsonObject:
+    """Return the columns of verl's data, as `swift prepare gsm8k` writes them."""
+    return RECIPES["gsm8k"]({"question": question, "answer": answer}, split="", index=0)
 
 
 def xlam(query: str, answers: str, tools: str | list[JsonObject]) -> JsonObject:

@@ -148,7 +148,7 @@ PRESETS = (
     ),
     # Mathematics and puzzles
     DatasetPreset("open-r1/DAPO-Math-17k-Processed", "open-r1/DAPO-Math-17k-Processed", subset="all"),
-    DatasetPreset("modelscope/gsm8k", "openai/gsm8k", subset="main"),
+    DatasetPreset("modelscope/gsm8k", "openai/gsm8k", subset="main", views={"verl": {"convert": rows.gsm8k_verl}}),
     DatasetPreset("AI-MO/NuminaMath-TIR", "AI-MO/NuminaMath-TIR"),
     DatasetPreset("AI-MO/NuminaMath-CoT", "AI-MO/NuminaMath-CoT"),
     DatasetPreset("AI-MO/NuminaMath-1.5", "AI-MO/NuminaMath-1.5", convert=rows.numina_math),
@@ -157,6 +157,7 @@ PRESETS = (
     DatasetPreset("tastelikefeet/competition_math", splits=TRAIN_AND_TEST),
     DatasetPreset("modelscope/MathR-32B-Distill", subset="data"),
     DatasetPreset("zouxuhong/Countdown-Tasks-3to4", "Jiayi-Pan/Countdown-Tasks-3to4", convert=rows.countdown),
+    DatasetPreset("d1shs0ap/countdown", "d1shs0ap/countdown", convert=rows.countdown_oumi),
     DatasetPreset("sapientinc/sudoku-extreme-1k", "sapientinc/sudoku-extreme-1k", convert=rows.sudoku),
     # Pairs of answers
     DatasetPreset("hjh0119/shareAI-Llama3-DPO-zh-en-emoji", "shareAI/DPO-zh-en-emoji", convert=rows.emoji_pair),

@@ -26,13 +26,19 @@ def all_flags() -> dict[str, Flag]:
     }
 
 
+def is_of_tree(name: str, row: Row) -> bool:
+    """Return whether a row is of a table with verl's rows, which are tested where they are at the root."""
+    tree = load_dialect(name).tree
+    return bool(tree) and row.key.startswith(f"{tree}.")
+
+
 FLAGS = all_flags()
 # siiRL has verl's rows.
 ROWS = [
     pytest.param(name, row, id=f"{name}: {row.key}")
     for name in NAMES
     for row in load_dialect(name).rows
-    if name != "siirl"
+    if name != "siirl" and not is_of_tree(name, row)
 ]
 
 
@@ -65,10 +71,20 @@ def concrete(key: str) -> str:
 
 
 def with_row(name: str, row: Row, value: OptionValue) -> tuple[Translation, str]:
-    """Return the translation of the dialect's first config with a row's key, and the key."""
-    path = next(path for path, dialect in OWN.items() if dialect == name)
+    """Return the translation of the dialect's first config that has a row's table, with the row's key, and the key."""
+    paths = [path for path, dialect in OWN.items() if dialect == name]
     key = concrete(row.key)
+    parents = key.split(".")[:-1]
+    tables = [".".join(parents[:depth]) for depth in range(len(parents), 0, -1)]
+    path = next((path for table in tables for path in paths if table in tables_of(path, name)), paths[0])
     return translated(with_leaf(tree_of(path, name)[0], key, value), name), key.replace("[]", "[0]")
+
+
+@cache
+def tables_of(path: Any, name: str) -> set[str]:
+    """Return the tables of a config, as rows write them."""
+    keys = [general(leaf).split(".") for leaf in leaf_keys(tree_of(path, name)[0])]
+    return {".".join(parts[:depth]) for parts in keys for depth in range(1, len(parts))}
 
 
 def refusals(translation: Translation, key: str) -> list[str]:

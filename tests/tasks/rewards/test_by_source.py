@@ -22,6 +22,7 @@ ROWS = [  # columns, completion, score
     ({"data_source": "aime_2024", "solution": "33"}, r"\boxed{033}", 1.0),
     ({"tag": "deepmath_103k", "ground_truth": "0"}, r"\boxed{0}", 1.0),
     ({"tag": "crossthinkqa", "ground_truth": "C"}, "The answer is C", 0.5),
+    ({"data_source": "countdown", "ground_truth": {"target": 3, "numbers": [1, 2]}}, "<answer>1 + 2</answer>", 1.0),
     ({"tag": "ifeval", "ground_truth": '{"func_name": "validate_no_commas"}'}, "none here", 1.0),
     ({"data_source": "taco", "reward_model": {"ground_truth": TESTS}}, ONE, 0.5),
     ({"tag": "KodCode", "test_cases": [{"stdin": "1", "expected_stdout": "1"}]}, ECHO, 1.0),

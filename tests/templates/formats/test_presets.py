@@ -59,6 +59,14 @@ ROWS = {
     "zouxuhong/Countdown-Tasks-3to4": (
         "prompts", {"target": 98, "nums": [44, 19, 35]}, ["numbers [44, 19, 35], create an equation that equals 98."],
     ),
+    "openai/gsm8k:verl": (
+        "prompts", {"question": FIRST, "answer": "2\n#### 2"},
+        [f'{FIRST} Let\'s think step by step and output the final answer after "####".'],
+    ),
+    "d1shs0ap/countdown": (
+        "prompts", {"target": 87, "nums": [79, 8]},
+        ["the numbers [79, 8], create an equation that equals 87.", "step by step.\n<think>"],
+    ),
     "AI-ModelScope/function-calling-chatml": (
         "sft",
         {
