@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..flags import Scalar
 from .keys import Keys
-from .roll_roles import Step
+from .roll_roles import OptimizerStep
 from .translation import Translation
 from .verl_losses import AGGREGATIONS
 
@@ -85,7 +85,7 @@ def set_sampling(keys: Keys, translation: Translation, engine: str, completions:
             translation.ignore(view, name, f"as {origin}")
 
 
-def set_generation(keys: Keys, translation: Translation, step: Step) -> RolloutSteps:
+def set_generation(keys: Keys, translation: Translation, step: OptimizerStep) -> RolloutSteps:
     """Set the steps of a generation and the length of the run."""
     prompts = keys.integer("rollout_batch_size", 128)
     completions = max(keys.integer("num_return_sequences_in_group", 1), 1)

@@ -22,7 +22,7 @@ OTHER_STRATEGIES = (
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """An optimizer step of the trained role."""
 
     layout: Layout
@@ -79,7 +79,7 @@ def set_placement(
     return placement
 
 
-def set_step(keys: Keys, translation: Translation, role: str, processes: int) -> Step:
+def set_step(keys: Keys, translation: Translation, role: str, processes: int) -> OptimizerStep:
     """Set the batch of a step, and the micro batch."""
     layout = layout_of(keys, role)
     per_device, accumulation = f"{role}.training_args.per_device_train_batch_size", "gradient_accumulation_steps"
@@ -104,7 +104,7 @@ def set_step(keys: Keys, translation: Translation, role: str, processes: int) ->
             f"micro batches of {micro} on {ranks} data-parallel ranks do not divide the {batch} samples of a step. "
             f"Set {micro * ranks} or a multiple in all: {per_device} x {accumulation}",
         )  # fmt: skip
-    return Step(layout, micro, batch, text)
+    return OptimizerStep(layout, micro, batch, text)
 
 
 def layout_of(keys: Keys, role: str) -> Layout:
@@ -276,7 +276,7 @@ def set_frozen(
             translation.note(keys, key, f"the {role} is laid out as the trained model, with the same numbers")
 
 
-def set_critic(keys: Keys, translation: Translation, trained: str, step: Step, *, is_used: bool) -> None:
+def set_critic(keys: Keys, translation: Translation, trained: str, step: OptimizerStep, *, is_used: bool) -> None:
     """Set the critic's model and learning rate, and refuse settings that differ from the policy's."""
     set_frozen(keys, translation, "critic", trained, is_used=is_used, has_flags=True)
     args, policy = keys.view("critic.training_args"), keys.view(f"{trained}.training_args")

@@ -28,14 +28,14 @@ MONITORS = ("tensorboard", "wandb", "swanlab", "mlflow")
 OPERATORS = {"mask_response_truncated": "overlong_filter", "dapo_dynamic_sampling": "dynamic_sample"}
 
 
-class Step(Generation):
+class TrainerStep(Generation):
     """Generation of one step: Trinity-RFT counts steps of the optimizer."""
 
     def times(self, keys: Keys, key: str) -> str:
         return keys.source(key)
 
 
-STEP = Step(1, 1, 1, "")
+STEP = TrainerStep(1, 1, 1, "")
 
 
 @dataclass(frozen=True)
