@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,3 +240,10 @@ def test_a_shard_that_the_index_lacks(tmp_path):
 
 def test_the_page_of_models_is_up_to_date():
     assert PAGE.read_text() == page(), "run: python -m megaswift.bridge.families"
+
+
+@pytest.mark.parametrize("path", ["bridge/families/seed_oss.py", "tests/bridge/families/seed_oss.py"])
+def test_the_guide_shows_the_files_of_its_example(path):
+    root = Path(__file__).parents[3]
+    guide = (root / "docs" / "new-family.md").read_text()
+    assert f"`{path}`:\n\n```python\n{(root / path).read_text()}```" in guide
