@@ -170,6 +170,8 @@ def test_which_layers_have_experts(step, dense):
         ),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list with layers of linear attention"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 48}, "chunked_attention or full_attention"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 36}, "sliding_attention, and use_sliding_window false"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .* one number for each of 36 layers"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(model_type, config, message):
