@@ -17,6 +17,8 @@ from . import (
     minimax_m2,
     mistral,
     mixtral,
+    olmo2,
+    olmo3,
     olmoe,
     phi3,
     qwen2,
@@ -41,7 +43,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         qwen2, qwen3, qwen3_moe, llama, deepseek_v2, deepseek_v3, glm4_moe, dots1, qwen2_moe, qwen3_next, qwen3_5_text,
         qwen3_5_moe_text, mixtral, olmoe, ernie4_5_moe, minimax_m2, gpt_oss, mistral, phi3, granite, glm4, ernie4_5,
         gemma3_text, llama4_text, qwen2_5_vl_text, qwen3_vl_text, qwen3_vl_moe_text, seed_oss,
-        smollm3,
+        smollm3, olmo2, olmo3,
     )
 )  # fmt: skip
 

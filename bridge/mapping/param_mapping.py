@@ -90,7 +90,8 @@ class Architecture:
     embedding_scale: float = 1.0  # factor on the embedding's output, in the model's dtype
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP
     logits_scale: float = 1.0  # divisor of the logits
-    post_norms: bool = False  # additional norms on the outputs of attention and MLP
+    pre_norms: bool = True  # norms on the inputs of attention and MLP
+    post_norms: bool = False  # norms on their outputs
     output_bias: bool = False  # bias of attention's output projection; for queries, keys and values: add_qkv_bias
     mlp_bias: bool = False  # biases of both linear layers of dense MLPs
     sinks: bool = False  # a learned logit per head in addition to those of the keys

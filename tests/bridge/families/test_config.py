@@ -171,6 +171,8 @@ def test_which_layers_have_experts(step, dense):
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list with layers of linear attention"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 48}, "chunked_attention or full_attention"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 36}, "sliding_attention, and use_sliding_window false"),
+        ("olmo3", {"rope_theta": 1e6}, "rope_theta 1000000.0, which transformers' Olmo3 gives"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e6}}, "one set of rope_parameters: set full_attention"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .* one number for each of 36 layers"),
     ],
 )
