@@ -2,11 +2,13 @@
 
 from ..mapping.param_mapping import Family, HfConfig
 from . import (
+    arcee,
     deepseek_v2,
     deepseek_v3,
     dots1,
     ernie4_5,
     ernie4_5_moe,
+    exaone4,
     gemma3_text,
     glm4,
     glm4_moe,
@@ -43,7 +45,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         qwen2, qwen3, qwen3_moe, llama, deepseek_v2, deepseek_v3, glm4_moe, dots1, qwen2_moe, qwen3_next, qwen3_5_text,
         qwen3_5_moe_text, mixtral, olmoe, ernie4_5_moe, minimax_m2, gpt_oss, mistral, phi3, granite, glm4, ernie4_5,
         gemma3_text, llama4_text, qwen2_5_vl_text, qwen3_vl_text, qwen3_vl_moe_text, seed_oss,
-        smollm3, olmo2, olmo3,
+        smollm3, olmo2, olmo3, arcee, exaone4,
     )
 )  # fmt: skip
 

@@ -179,7 +179,7 @@ def qwen_layers(config: HfConfig) -> tuple[Layer, ...]:
     return sliding_layers(config, [window is not None and i >= first for i in range(config["num_hidden_layers"])])
 
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu2")
 
 
 def describe_decoder(
