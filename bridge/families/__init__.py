@@ -12,6 +12,7 @@ from . import (
     gemma3_text,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     llama,
@@ -45,7 +46,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         qwen2, qwen3, qwen3_moe, llama, deepseek_v2, deepseek_v3, glm4_moe, dots1, qwen2_moe, qwen3_next, qwen3_5_text,
         qwen3_5_moe_text, mixtral, olmoe, ernie4_5_moe, minimax_m2, gpt_oss, mistral, phi3, granite, glm4, ernie4_5,
         gemma3_text, llama4_text, qwen2_5_vl_text, qwen3_vl_text, qwen3_vl_moe_text, seed_oss,
-        smollm3, olmo2, olmo3, arcee, exaone4,
+        smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
     )
 )  # fmt: skip
 

@@ -173,6 +173,8 @@ def test_which_layers_have_experts(step, dense):
         ("smollm3", {"layer_types": ["sliding_attention"] * 36}, "sliding_attention, and use_sliding_window false"),
         ("olmo3", {"rope_theta": 1e6}, "rope_theta 1000000.0, which transformers' Olmo3 gives"),
         ("olmo3", {"rope_parameters": {"rope_theta": 1e6}}, "one set of rope_parameters: set full_attention"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace 3, which transformers' Glm4MoeLite ign"),
+        ("glm4_moe_lite", {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]}, "with dense layers first"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' and no layer_types"),
         ("exaone4", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "and no sliding_window"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .* one number for each of 36 layers"),
