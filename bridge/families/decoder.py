@@ -139,6 +139,21 @@ def _read_scaling(settings: HfConfig, dim: int, original: int | None, max_positi
     return scaling
 
 
+def fill_rope(config: HfConfig, rope: HfConfig) -> HfConfig:
+    """Return `config` with the rope_parameters `rope`, if it has neither rope_parameters nor rope_scaling.
+
+    Raises ValueError for a rope_theta without them that differs, which transformers ignores.
+    """
+    if config.get("rope_parameters") or config.get("rope_scaling"):
+        return config
+    if config.get("rope_theta") not in (None, rope["rope_theta"]):
+        raise ValueError(
+            f"config.json has rope_theta {config['rope_theta']} and no rope_parameters: transformers' class then "
+            f"takes {rope['rope_theta']}. Set rope_parameters"
+        )
+    return config | {"rope_parameters": rope}
+
+
 def read_ropes(
     config: HfConfig, head_dim: int, *, full_base: float = 10000.0, sliding_base: float = 10000.0
 ) -> tuple[Rope, Rope]:

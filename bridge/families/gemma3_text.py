@@ -21,7 +21,13 @@ from .decoder import (
     read_ropes,
     sliding_layers,
 )
-from .vlm_text import add_language_model_prefix, nest_in_language_model, text_config
+from .vlm_text import (
+    NESTED_MODULES,
+    TOWER_AND_PROJECTOR,
+    add_language_model_prefix,
+    nest_in_language_model,
+    text_config,
+)
 
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
 NORMS = [
@@ -56,8 +62,8 @@ def architecture(config: HfConfig) -> Architecture:
         embedding_scale=math.sqrt(config["hidden_size"]),
         post_norms=True,
         output_bias=bias,
-        passthrough=r"(model\.)?(vision_tower|multi_modal_projector)\.",
-        module_names=((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head", "lm_head")),
+        passthrough=TOWER_AND_PROJECTOR,
+        module_names=NESTED_MODULES,
     )
 
 

@@ -175,6 +175,8 @@ def test_which_layers_have_experts(step, dense):
         ("olmo3", {"rope_parameters": {"rope_theta": 1e6}}, "one set of rope_parameters: set full_attention"),
         ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace 3, which transformers' Glm4MoeLite ign"),
         ("glm4_moe_lite", {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]}, "with dense layers first"),
+        ("ministral3", {"rope_theta": 1e4}, "rope_theta 10000.0 and no rope_parameters: transformers' class then"),
+        ("ministral3", {"rope_parameters": {"rope_theta": 1e6}}, "without llama_4_scaling_beta or original_max_pos"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' and no layer_types"),
         ("exaone4", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "and no sliding_window"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .* one number for each of 36 layers"),
@@ -219,6 +221,16 @@ def test_unknown_architecture():
         family_of({"architectures": ["BertForMaskedLM"], "model_type": "bert"})
     with pytest.raises(ValueError, match=r"model_type None, which"):
         family_of({})
+
+
+def test_text_models_of_one_vision_language_architecture():
+    """The text model's own type says which; without one it is Mistral, as in transformers."""
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    assert family_of(config | {"text_config": {}}).name == "mistral"
+    for name in ("mistral", "ministral3"):
+        assert family_of(config | {"text_config": {"model_type": name}}).name == name
+    with pytest.raises(ValueError, match="Mistral3ForConditionalGeneration with the text model 'mistral4', which"):
+        family_of(config | {"text_config": {"model_type": "mistral4"}})
 
 
 def test_weights_of_another_model(tmp_path):
