@@ -2,21 +2,27 @@
 
 from ..mapping.param_mapping import Family, HfConfig
 from . import (
+    arcee,
     deepseek_v2,
     deepseek_v3,
     dots1,
     ernie4_5,
     ernie4_5_moe,
+    exaone4,
     gemma3_text,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     llama,
     llama4_text,
     minimax_m2,
+    ministral3,
     mistral,
     mixtral,
+    olmo2,
+    olmo3,
     olmoe,
     phi3,
     qwen2,
@@ -29,6 +35,8 @@ from . import (
     qwen3_next,
     qwen3_vl_moe_text,
     qwen3_vl_text,
+    seed_oss,
+    smollm3,
 )
 from .sequence_classification import count_labels, make_classifier
 from .vlm_text import text_config
@@ -38,7 +46,9 @@ FAMILIES: tuple[Family, ...] = tuple(
     for module in (
         qwen2, qwen3, qwen3_moe, llama, deepseek_v2, deepseek_v3, glm4_moe, dots1, qwen2_moe, qwen3_next, qwen3_5_text,
         qwen3_5_moe_text, mixtral, olmoe, ernie4_5_moe, minimax_m2, gpt_oss, mistral, phi3, granite, glm4, ernie4_5,
-        gemma3_text, llama4_text, qwen2_5_vl_text, qwen3_vl_text, qwen3_vl_moe_text,
+        gemma3_text, llama4_text, qwen2_5_vl_text, qwen3_vl_text, qwen3_vl_moe_text, seed_oss,
+        smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
+        ministral3,
     )
 )  # fmt: skip
 
@@ -46,17 +56,25 @@ FAMILIES: tuple[Family, ...] = tuple(
 def family_of(hf_config: HfConfig) -> Family:
     """Return the family of a raw config.json, by its `architectures`, or by its `model_type` if it has none.
 
-    A model with a score head is selected by `model_type`. Raises ValueError, with the supported architectures, for an
-    unsupported model.
+    The text model's `model_type` selects among families of the same architecture, and those with a score head. Raises
+    ValueError, with the supported architectures, for an unsupported model.
     """
     names = hf_config.get("architectures") or []
     if labels := count_labels(hf_config):
         for family in FAMILIES:
             if text_config(hf_config).get("model_type") == family.name:
                 return make_classifier(family, labels)
-    for family in FAMILIES:
-        if set(names) & set(family.architectures) or (not names and hf_config.get("model_type") == family.name):
-            return family
-    supported = ", ".join(name for family in FAMILIES for name in family.architectures)
+    families = [
+        family
+        for family in FAMILIES
+        if set(names) & set(family.architectures) or (not names and hf_config.get("model_type") == family.name)
+    ]
+    text_type = text_config(hf_config).get("model_type")
+    if len(families) > 1 and text_type:  # a vision-language architecture with one of several text models
+        families = [family for family in families if family.name == text_type]
+        names = [f"{name} with the text model {text_type!r}" for name in names]
+    if families:
+        return families[0]
+    supported = ", ".join(dict.fromkeys(name for family in FAMILIES for name in family.architectures))
     name = f"architecture {', '.join(names)}" if names else f"model_type {hf_config.get('model_type')!r}"
     raise ValueError(f"config.json names the {name}, which this version does not support. It supports: {supported}")

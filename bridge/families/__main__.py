@@ -43,10 +43,10 @@ Embeddings, and choices between tokens, need no head: every family has them.
 
 ## Passthrough tensors
 
-Some checkpoints hold parts that the model is built without: layers of multi-token prediction (DeepSeek-V3, GLM-4.5,
-ERNIE 4.5, MiniMax-M2, Qwen3-Next, Qwen3.5), and vision towers beside a model that is trained on text. Their tensors are
-copied from the source into the saved checkpoint. Families with MTP in the table above can train these layers:
-`--mtp_num_layers`. Towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL train on images: [multimodal.md](multimodal.md).
+Some checkpoints hold parts that the model is built without: layers of multi-token prediction (DeepSeek-V3, GLM-4.5 to
+4.7, ERNIE 4.5, MiniMax-M2, Qwen3-Next, Qwen3.5), and vision towers beside a model that is trained on text. Their
+tensors are copied from the source into the saved checkpoint. Families with MTP in the table above can train these
+layers: `--mtp_num_layers`. Towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL train on images: [multimodal.md](multimodal.md).
 
 ## Quantized weights
 
@@ -100,7 +100,8 @@ def _line(family: Family) -> str:
         "chunks": any(layer.chunk for layer in attention),
         "layers without positions": any(layer.rope is None for layer in attention),
         "sinks": architecture.sinks,
-        "norms after each part": architecture.post_norms,
+        "norms after each part": architecture.post_norms and architecture.pre_norms,
+        "norms only after each part": architecture.post_norms and not architecture.pre_norms,
         "multipliers": scales != {1.0},
         "experts": has_experts,
         "a shared expert": arguments.get("moe_shared_expert_intermediate_size"),

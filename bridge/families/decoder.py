@@ -139,6 +139,39 @@ def _read_scaling(settings: HfConfig, dim: int, original: int | None, max_positi
     return scaling
 
 
+def fill_rope(config: HfConfig, rope: HfConfig) -> HfConfig:
+    """Return `config` with the rope_parameters `rope`, if it has neither rope_parameters nor rope_scaling.
+
+    Raises ValueError for a rope_theta without them that differs, which transformers ignores.
+    """
+    if config.get("rope_parameters") or config.get("rope_scaling"):
+        return config
+    if config.get("rope_theta") not in (None, rope["rope_theta"]):
+        raise ValueError(
+            f"config.json has rope_theta {config['rope_theta']} and no rope_parameters: transformers' class then "
+            f"takes {rope['rope_theta']}. Set rope_parameters"
+        )
+    return config | {"rope_parameters": rope}
+
+
+def read_ropes(
+    config: HfConfig, head_dim: int, *, full_base: float = 10000.0, sliding_base: float = 10000.0
+) -> tuple[Rope, Rope]:
+    """Read the ropes of layers with full and with sliding-window attention, which `rope_parameters` has by type.
+
+    full_base, sliding_base: defaults of their rope_theta. As in transformers, rope_scaling belongs to layers with full
+    attention, and takes precedence over their rope_parameters.
+    """
+    named = config.get("rope_parameters") or {}
+    if named.keys() - {"full_attention", "sliding_attention"}:
+        raise ValueError("config.json has one set of rope_parameters: set full_attention and sliding_attention in it")
+    full = dict(named.get("full_attention") or {}) | dict(config.get("rope_scaling") or {})
+    sliding = dict(named.get("sliding_attention") or {})
+    settings = ({"rope_theta": full_base} | full, {"rope_theta": sliding_base} | sliding)
+    ropes = [read_rope(config | {"rope_scaling": None, "rope_parameters": rope}, head_dim) for rope in settings]
+    return ropes[0], ropes[1]
+
+
 def sliding_layers(config: HfConfig, is_sliding: list[bool]) -> tuple[Layer, ...]:
     """Return layers with full or sliding-window attention, by `layer_types` in config.json.
 
@@ -161,7 +194,7 @@ def qwen_layers(config: HfConfig) -> tuple[Layer, ...]:
     return sliding_layers(config, [window is not None and i >= first for i in range(config["num_hidden_layers"])])
 
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu2")
 
 
 def describe_decoder(
@@ -182,11 +215,12 @@ def describe_decoder(
     activation, base = config["hidden_act"], config.get("rope_theta", 10000.0)
     if activation not in ACTIVATIONS:
         raise ValueError(f"config.json has hidden_act {activation!r}; supported are {', '.join(ACTIVATIONS)}")
+    if "ropes" not in fields:
+        fields["ropes"] = (read_rope(config, head_dim, base=base, partial=partial_rotary, interleaved=interleaved),)
     defaults = {
         "vocab_size": config["vocab_size"],
         "tied": config["tie_word_embeddings"],
         "max_positions": config["max_position_embeddings"],
-        "ropes": (read_rope(config, head_dim, base=base, partial=partial_rotary, interleaved=interleaved),),
         "layers": (Layer(),) * layers,
     }
     arguments = {
@@ -226,6 +260,11 @@ NORMS = [
 ]
 
 ATTENTION = NORMS + PROJECTIONS
+
+POST_NORMS = [
+    layer_mapping("post_attention_layernorm.weight", "self_attn_bda.norm.weight", REPLICATED),
+    layer_mapping("post_feedforward_layernorm.weight", "mlp_bda.norm.weight", REPLICATED),
+]
 
 QKV_BIAS = [layer_mapping("self_attn.{part}_proj.bias", "self_attention.linear_qkv.bias", QKV)]
 

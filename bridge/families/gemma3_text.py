@@ -11,23 +11,29 @@ from ..mapping.param_mapping import REPLICATED, Architecture, Family, HfConfig, 
 from .decoder import (
     DEFAULTS,
     ENDS,
+    POST_NORMS,
     PROJECTIONS,
     QK_NORMS,
     attention_biases,
     describe_decoder,
     layer_mapping,
     mlp,
-    read_rope,
+    read_ropes,
     sliding_layers,
 )
-from .vlm_text import add_language_model_prefix, nest_in_language_model, text_config
+from .vlm_text import (
+    NESTED_MODULES,
+    TOWER_AND_PROJECTOR,
+    add_language_model_prefix,
+    nest_in_language_model,
+    text_config,
+)
 
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
 NORMS = [
     layer_mapping("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
-    layer_mapping("post_attention_layernorm.weight", "self_attn_bda.norm.weight", REPLICATED),
     layer_mapping("pre_feedforward_layernorm.weight", "pre_mlp_layernorm.weight", REPLICATED),
-    layer_mapping("post_feedforward_layernorm.weight", "mlp_bda.norm.weight", REPLICATED),
+    *POST_NORMS,
 ]
 
 
@@ -36,38 +42,28 @@ def architecture(config: HfConfig) -> Architecture:
         if config.get(key):
             raise ValueError(f"config.json has {key} {config[key]!r}: no released Gemma 3 text model has it")
     bias, pattern = config["attention_bias"], config["sliding_window_pattern"]
-    global_rope, local_rope = _rope_settings(config)
+    ropes = read_ropes(
+        config,
+        config["head_dim"],
+        full_base=config.get("rope_theta") or GLOBAL_BASE,
+        sliding_base=config.get("rope_local_base_freq") or LOCAL_BASE,
+    )
     layers = sliding_layers(config, [(layer + 1) % pattern != 0 for layer in range(config["num_hidden_layers"])])
-    architecture = describe_decoder(
-        config | global_rope | {"hidden_act": config["hidden_activation"]},
+    return describe_decoder(
+        config | {"hidden_act": config["hidden_activation"]},
         {
             "qk_layernorm": True,
             "layernorm_zero_centered_gamma": True,
             "softmax_scale": config["query_pre_attn_scalar"] ** -0.5,
             "add_qkv_bias": bias,
         },
+        ropes=ropes,
         layers=tuple(replace(layer, rope=0 if layer.window is None else 1) for layer in layers),
         embedding_scale=math.sqrt(config["hidden_size"]),
         post_norms=True,
         output_bias=bias,
-        passthrough=r"(model\.)?(vision_tower|multi_modal_projector)\.",
-        module_names=((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head", "lm_head")),
-    )
-    return replace(architecture, ropes=(*architecture.ropes, read_rope(config | local_rope, config["head_dim"])))
-
-
-def _rope_settings(config: HfConfig) -> tuple[HfConfig, HfConfig]:
-    """Return the rope settings of layers without and with a window, each as in a config.json with one rope.
-
-    As in transformers, rope_scaling takes precedence over rope_parameters in layers without a window.
-    """
-    named = config.get("rope_parameters") or {}
-    full = dict(named.get("full_attention") or {}) | dict(config.get("rope_scaling") or {})
-    local = dict(named.get("sliding_attention") or {})
-    full_base, local_base = config.get("rope_theta") or GLOBAL_BASE, config.get("rope_local_base_freq") or LOCAL_BASE
-    return (
-        {"rope_scaling": None, "rope_parameters": {"rope_theta": full_base} | full},
-        {"rope_scaling": None, "rope_parameters": {"rope_theta": local_base} | local},
+        passthrough=TOWER_AND_PROJECTOR,
+        module_names=NESTED_MODULES,
     )
 
 

@@ -23,7 +23,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
-    models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    models="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
     architecture=architecture,
     mappings=mappings,
     mtp_mappings=partial(mtp_mappings, mappings),

@@ -16,7 +16,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
-    models="Llama 2, 3, 3.1, 3.2 (text), 3.3, and models of its shape such as SmolLM2",
+    models="Llama 2, 3, 3.1, 3.2 (text), 3.3, R1-Distill-Llama, and models of its shape such as SmolLM2",
     architecture=architecture,
     mappings=mappings,
     defaults=DEFAULTS

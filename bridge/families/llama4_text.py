@@ -17,6 +17,7 @@ from ..mapping.param_mapping import (
     HfConfig,
     Layer,
     ParamMapping,
+    QueryGrowth,
     Routing,
 )
 from .decoder import (
@@ -35,6 +36,7 @@ from .vlm_text import nest_in_language_model, text_config
 
 def architecture(config: HfConfig) -> Architecture:
     bias, moe = config["attention_bias"], moe_layers(config)
+    growth = QueryGrowth(config["attn_scale"], config["floor_scale"], first=1, has_rope=False)
     return describe_decoder(
         config | {"intermediate_size": config["intermediate_size_mlp"]},
         {
@@ -51,7 +53,7 @@ def architecture(config: HfConfig) -> Architecture:
         layers=_layers(config),
         output_bias=bias,
         qk_norm="l2" if config["use_qk_norm"] else "head",
-        query_growth=(config["attn_scale"], config["floor_scale"]) if config["attn_temperature_tuning"] else None,
+        query_growth=growth if config["attn_temperature_tuning"] else None,
         routing=Routing(normalize=False),
         passthrough=r"(vision_model|multi_modal_projector)\.",
     )

@@ -49,7 +49,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="minimax_m2",
     architectures=("MiniMaxM2ForCausalLM",),
-    models="MiniMax-M2, M2.1",
+    models="MiniMax-M2, M2.1, M2.5",
     architecture=architecture,
     mappings=mappings,
     limits=("router_jitter_noise",),

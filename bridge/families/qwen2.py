@@ -15,7 +15,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
-    models="Qwen2, Qwen2.5 and their Math and Coder models, QwQ",
+    models="Qwen2, Qwen2.5 and their Math and Coder models, QwQ, R1-Distill-Qwen",
     architecture=architecture,
     mappings=mappings,
     defaults=DEFAULTS

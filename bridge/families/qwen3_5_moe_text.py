@@ -28,7 +28,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="qwen3_5_moe_text",
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-    models="Qwen3.5 (MoE), text",
+    models="Qwen3.5 and 3.6 (MoE), text",
     architecture=architecture,
     mappings=mappings,
     text_config=mrope_text_config,

@@ -20,7 +20,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="qwen3_5_text",
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-    models="Qwen3.5 (dense), text",
+    models="Qwen3.5 and 3.6 (dense), text",
     architecture=architecture,
     mappings=mappings,
     text_config=mrope_text_config,

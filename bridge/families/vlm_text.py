@@ -2,6 +2,10 @@
 
 from ..mapping.param_mapping import HfConfig
 
+TOWER_AND_PROJECTOR = r"(model\.)?(vision_tower|multi_modal_projector)\."  # `Architecture.passthrough`
+# `Architecture.module_names`, where files have the whole text model in language_model.
+NESTED_MODULES = ((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head", "lm_head"))
+
 
 def text_config(config: HfConfig, *, use_inner_tie: bool = False) -> HfConfig:
     """Return the text model's part of a config.json, or all of it if the checkpoint is only a text model.

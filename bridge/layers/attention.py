@@ -50,7 +50,8 @@ class CoreAttention(MegatronModule):
         layer = layers[layer_number - 1] if layer_number <= len(layers) else Layer()
         self.rope, self.span = layer.rope, AttentionSpan(layer.window, layer.chunk)
         self.l2_norm = architecture.qk_norm == "l2" and layer.rope is not None
-        self.query_growth = architecture.query_growth if layer.rope is None else None
+        growth = architecture.query_growth
+        self.query_growth = growth if growth and growth.has_rope == (layer.rope is not None) else None
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -106,8 +107,8 @@ class CoreAttention(MegatronModule):
             )
         if self.query_growth is not None:
             assert documents.positions is not None
-            growth, step = self.query_growth
-            scales = ((documents.positions + 1) // step).float().log1p() * growth + 1
+            growth = self.query_growth
+            scales = ((documents.positions + growth.first) // growth.step).float().log1p() * growth.rate + 1
             query = (query * scales[..., None, None]).to(query.dtype)
         segments = documents.segments[self.span]
         if self.inner is not None and self._is_supported_by_engine(segments):

@@ -99,6 +99,8 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
         # The linear's module includes the norm.
         norm_column, separate_norm = _with_accumulation(config, TELayerNormColumnParallelLinear), IdentityOp
     architecture: Architecture = config.architecture  # type: ignore[attr-defined]
+    if not architecture.pre_norms:
+        norm_column, separate_norm, branch_norm = column, IdentityOp, IdentityOp
     # megatron-core has one setting for the biases of all these linears; here each has its own.
     output = _with_bias(row, architecture.output_bias)
     fc1, fc2 = (_with_bias(linear, architecture.mlp_bias) for linear in (norm_column, row))

@@ -47,6 +47,15 @@ class Routing:
     fp32: bool = False  # router weights in fp32, regardless of the model's dtype
 
 
+class QueryGrowth(NamedTuple):
+    """Factor on queries at position p: 1 + rate * log(1 + floor((p + first) / step))."""
+
+    rate: float
+    step: int
+    first: int = 0
+    has_rope: bool = True  # in the layers with a rope, or in those without
+
+
 @dataclass(frozen=True)
 class Vision:
     """Vision tower: a transformer over patches of images and videos, and mergers to features of the language model.
@@ -90,16 +99,15 @@ class Architecture:
     embedding_scale: float = 1.0  # factor on the embedding's output, in the model's dtype
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP
     logits_scale: float = 1.0  # divisor of the logits
-    post_norms: bool = False  # additional norms on the outputs of attention and MLP
+    pre_norms: bool = True  # norms on the inputs of attention and MLP
+    post_norms: bool = False  # norms on their outputs
     output_bias: bool = False  # bias of attention's output projection; for queries, keys and values: add_qkv_bias
     mlp_bias: bool = False  # biases of both linear layers of dense MLPs
     sinks: bool = False  # a learned logit per head in addition to those of the keys
     # With qk_layernorm in `transformer`: "head" (a norm per head) or "all" (one norm over all heads). Without it: "l2"
     # divides each head by its root mean square after the rope, in layers with a rope.
     qk_norm: str = "head"
-    # (growth, step): in layers without a rope, queries at position p are multiplied by
-    # 1 + growth * log(1 + floor((p + 1) / step)).
-    query_growth: tuple[float, int] | None = None
+    query_growth: QueryGrowth | None = None
     expert_bias: bool = False  # biases of both linear layers of each expert
     routing: Routing | None = None  # None: the moe_router settings in `transformer` suffice
     mtp_depths: int = 0  # layers of multi-token prediction to build; see layers/mtp.py

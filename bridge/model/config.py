@@ -4,6 +4,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -20,6 +21,7 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
     "quick_gelu": quick_gelu,
+    "relu2": squared_relu,
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +170,16 @@ def test_which_layers_have_experts(step, dense):
         ),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list with layers of linear attention"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 48}, "chunked_attention or full_attention"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 36}, "sliding_attention, and use_sliding_window false"),
+        ("olmo3", {"rope_theta": 1e6}, "rope_theta 1000000.0, which transformers' Olmo3 gives"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e6}}, "one set of rope_parameters: set full_attention"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace 3, which transformers' Glm4MoeLite ign"),
+        ("glm4_moe_lite", {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]}, "with dense layers first"),
+        ("ministral3", {"rope_theta": 1e4}, "rope_theta 10000.0 and no rope_parameters: transformers' class then"),
+        ("ministral3", {"rope_parameters": {"rope_theta": 1e6}}, "without llama_4_scaling_beta or original_max_pos"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' and no layer_types"),
+        ("exaone4", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "and no sliding_window"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .* one number for each of 36 layers"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(model_type, config, message):
@@ -212,6 +223,16 @@ def test_unknown_architecture():
         family_of({})
 
 
+def test_text_models_of_one_vision_language_architecture():
+    """The text model's own type says which; without one it is Mistral, as in transformers."""
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    assert family_of(config | {"text_config": {}}).name == "mistral"
+    for name in ("mistral", "ministral3"):
+        assert family_of(config | {"text_config": {"model_type": name}}).name == name
+    with pytest.raises(ValueError, match="Mistral3ForConditionalGeneration with the text model 'mistral4', which"):
+        family_of(config | {"text_config": {"model_type": "mistral4"}})
+
+
 def test_weights_of_another_model(tmp_path):
     """Names are compared before anything is read, in both directions."""
     folder = tiny.save(tmp_path / "model", "qwen3")
@@ -239,3 +260,10 @@ def test_a_shard_that_the_index_lacks(tmp_path):
 
 def test_the_page_of_models_is_up_to_date():
     assert PAGE.read_text() == page(), "run: python -m megaswift.bridge.families"
+
+
+@pytest.mark.parametrize("path", ["bridge/families/seed_oss.py", "tests/bridge/families/seed_oss.py"])
+def test_the_guide_shows_the_files_of_its_example(path):
+    root = Path(__file__).parents[3]
+    guide = (root / "docs" / "new-family.md").read_text()
+    assert f"`{path}`:\n\n```python\n{(root / path).read_text()}```" in guide

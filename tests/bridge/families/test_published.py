@@ -280,7 +280,7 @@ def test_what_only_published_configs_say():
     assert of("MiniMax-M2").ropes[0].dim == of("GLM-4.5").ropes[0].dim == of("Qwen3-Next-80B-A3B-Instruct").ropes[0].dim
     assert of("Llama-4-Maverick-17B-128E").qk_norm == "head"  # and none: transformer's qk_layernorm is off
     for name in ("Llama-4-Scout-17B-16E", "Llama-4-Scout-17B-16E-Instruct"):
-        assert (of(name).qk_norm, of(name).query_growth) == ("l2", (0.1, 8192))
+        assert (of(name).qk_norm, of(name).query_growth) == ("l2", (0.1, 8192, 1, False))
         assert [layer.rope for layer in of(name).layers] == [0, 0, 0, None] * 12
         assert [layer.chunk for layer in of(name).layers] == [8192, 8192, 8192, None] * 12
     assert [layer.mixer for layer in of("Qwen3.5-27B").layers].count("gated_delta_net") == 48
