@@ -5,10 +5,10 @@ and the dropped rows with their reasons). `cache_entry` writes it.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ SCHEMA = pa.schema(
     }
 )
 LIST_COLUMNS = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
-# Further columns of entries made with a vision processor: the media of a sample, which is then one document.
+# Further columns of entries made with a vision processor: the media of a sample's documents.
 # `input_ids` and the runs have one placeholder for each medium; `length` and `document_lengths` count all its tokens.
 MEDIA_FIELDS = [
     pa.field("media_kinds", pa.list_(pa.uint8())),  # index in MEDIA_KINDS
@@ -71,7 +71,7 @@ class PlacedMedium(NamedTuple):
     """Image or video of a document."""
 
     place: int  # index of its placeholder in the document; of its first token, once the document is expanded
-    number: int  # among the media of its row
+    number: int  # among the media of its row; of several documents it is the same medium
     plan: MediaPlan
     medium: Medium | None = None  # None: to be read from the row
 
@@ -108,7 +108,28 @@ class TokenizedSample(NamedTuple):
     label: np.ndarray  # float32 [numbers]
     item: int = -1  # number in the store; -1 in a stream
     channel: int = -1  # number of its channel (--enable_channel_loss); -1: none
-    media: Sequence[PlacedMedium] = ()  # of its only document, which is expanded
+    media: Sequence[PlacedMedium] = ()  # of its documents, which are expanded, placed in their concatenation
+
+    @property
+    def media_by_document(self) -> list[list[PlacedMedium]]:
+        """Media of each document, placed in it."""
+        ends = np.cumsum([len(ids) for ids, _ in self.documents])
+        media: list[list[PlacedMedium]] = [[] for _ in self.documents]
+        for medium in self.media:
+            document = int(np.searchsorted(ends, medium.place, side="right"))
+            start = int(ends[document]) - len(self.documents[document][0])
+            media[document].append(medium._replace(place=medium.place - start))
+        return media
+
+
+def concatenated_media(lengths: Iterable[int], media: Iterable[Sequence[PlacedMedium]]) -> list[PlacedMedium]:
+    """Return the media of documents, placed in their concatenation. lengths: number of ids of each document"""
+    starts = accumulate(lengths, initial=0)
+    return [
+        medium._replace(place=medium.place + start)
+        for start, document_media in zip(starts, media, strict=False)
+        for medium in document_media
+    ]
 
 
 @dataclass
@@ -170,7 +191,9 @@ def record_batch(samples: list[EncodedSample], *, has_vision: bool = False) -> p
     columns += [_to_arrow(values, SCHEMA.field(name).type) for name, values in scalars.items()]
     if not has_vision:
         return pa.record_batch(columns, schema=SCHEMA)
-    media_lists = [_media_lists([medium for media in sample.media for medium in media]) for sample in samples]
+    media_lists = [
+        _media_lists(concatenated_media((len(ids) for ids, _ in sample.documents), sample.media)) for sample in samples
+    ]
     for field_ in MEDIA_FIELDS:
         columns.append(_lists([lists[field_.name] for lists in media_lists], field_.type))
     return pa.record_batch(columns, schema=MEDIA_SCHEMA)
@@ -264,7 +287,7 @@ class TokenFile:
         return list(zip(np.split(ids, ends), np.split(weights, ends), strict=True))
 
     def media(self, i: int) -> list[PlacedMedium]:
-        """Return the media of sample i, placed in its document as `row` returns it."""
+        """Return the media of sample i, placed in the concatenation of its documents as `row` returns them."""
         if not (media := self._placed(i)):
             return []
         ids, runs, weights, *_ = self._row(i)
@@ -272,10 +295,15 @@ class TokenFile:
 
     @property
     def media_counts(self) -> dict[MediaKind, np.ndarray]:
-        """Number of images and of videos of each sample: int64 [samples]."""
+        """Number of images and of videos of each sample, of which one in several documents counts once.
+
+        int64 [samples]
+        """
         counts = {}
         for number, kind in enumerate(MEDIA_KINDS):
-            counts[kind] = self._per_sample(lambda lists, number=number: lists["media_kinds"][1] == number)
+            counts[kind] = self._per_sample(
+                lambda lists, number=number: (lists["media_kinds"][1] == number) & _is_first(*lists["media_numbers"])
+            )
         return counts
 
     @property
@@ -390,6 +418,15 @@ class TokenFile:
         return np.concatenate([np.empty(0, NUMPY_TYPES[SCHEMA.field(name).type]), *columns])
 
 
+def _is_first(offsets: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Return whether each medium of samples is the first with its number in its sample: bool [media]."""
+    samples = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    _, first = np.unique(np.stack([samples, numbers[: len(samples)]]), axis=1, return_index=True)
+    is_first = np.zeros(len(numbers), bool)
+    is_first[first] = True
+    return is_first
+
+
 def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
     return _to_numpy(column.offsets), _to_numpy(column.values)
 
@@ -471,7 +508,7 @@ class TokenStore:
         return {kind: int(self._selected([count[kind] for count in counts]).sum()) for kind in MEDIA_KINDS}
 
     def media(self, i: int) -> list[PlacedMedium]:
-        """Return the media of sample i, placed in its document as `row` returns it, with their sources."""
+        """Return the media of sample i, placed in its documents' concatenation, with their sources."""
         file, number = self._locate(i)
         media = self.files[file].media(number)
         if not media or not self._read_media:
