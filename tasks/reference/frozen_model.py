@@ -32,7 +32,7 @@ from ..train.step import Output, run_micro_batches
 def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapters: list[str]) -> tuple[Model, Path]:
     """Return a frozen model in the run's parallel layout, and its folder. Every rank calls it; errors reach every rank.
 
-    It has its vision tower if the run's data has images.
+    It has its vision tower where the trained model has, and where the folder cannot be read without.
     source: values of the options `model` and `mcore_model`, and of others that differ from the run's
     typed_flag: the flag and its value, for messages; None if the model comes from the run itself. The vocabulary is
         checked only with a flag
@@ -62,14 +62,13 @@ def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapt
 
 def _has_tower(run: Run, hf_config: JsonObject, folder: Path, typed_flag: str | None) -> bool:
     """Return whether to build a model's vision tower. Raises ValueError if the data has images and there is none."""
-    if not has_media(run.data):
-        return False
-    if not vision.has_tower(folder, hf_config):
+    has_tower = vision.has_tower(folder, hf_config)
+    if has_media(run.data) and not has_tower:
         raise ValueError(
             f"{typed_flag or folder}: has no vision tower, and the data has images. Set a vision-language model of the "
             "same family"
         )
-    return True
+    return has_tower and (run.builds_tower or vision.needs_tower(folder))
 
 
 def open_source(run: Run, source: dict[str, Any], typed_flag: str | None) -> tuple[Path, JsonObject]:

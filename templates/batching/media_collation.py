@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 import torch
 
-from ..dataset.store import PlacedMedium
+from ..dataset.placed_media import PlacedMedium
 from ..formats.medium import MediaKind
 from ..formats.schemas import UnusableRow
 from ..media.processor import VisionProcessor

@@ -14,7 +14,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..dataset.files import RowSource
 from ..dataset.packing import pack
-from ..dataset.store import DroppedRows, Runs, TokenizedSample, concatenated_media, expand
+from ..dataset.placed_media import concatenated_media, expand
+from ..dataset.store import DroppedRows, Runs, TokenizedSample
 from ..dataset.tokenize import Encoder, Row
 from ..formats.schemas import Stage
 from ..json_types import JsonObject

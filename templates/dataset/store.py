@@ -5,10 +5,10 @@ and the dropped rows with their reasons). `cache_entry` writes it.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from ..json_types import JsonObject
 from ..media.processor import MediaPlan
 from ..plural import plural
 from .packing import round_up
+from .placed_media import Document, PlacedMedium, concatenated_media, expand
 
 CHECKSUM = "xxh3_128"  # key in the manifest: hexadecimal hash of tokens.arrow
 BLOCK = 8 * 2**20  # bytes read at a time
@@ -63,32 +64,7 @@ NUMPY_TYPES = {
 
 Runs = list[tuple[int, float]]  # loss weights, run-length encoded: (tokens, weight)
 
-Document = tuple[np.ndarray, np.ndarray]  # token ids [length], loss weights [length]
 ReadMedia = Callable[[int], list[Medium]]  # from the number of a row to its media, in the order of their numbers
-
-
-class PlacedMedium(NamedTuple):
-    """Image or video of a document."""
-
-    place: int  # index of its placeholder in the document; of its first token, once the document is expanded
-    number: int  # among the media of its row; of several documents it is the same medium
-    plan: MediaPlan
-    medium: Medium | None = None  # None: to be read from the row
-
-
-def expand(ids: np.ndarray, weights: np.ndarray, media: Sequence[PlacedMedium]) -> tuple[Document, list[PlacedMedium]]:
-    """Return a document with all tokens of its media in place of their placeholders, and the media's new places."""
-    if not media:
-        return (ids, weights), []
-    repeats = np.ones(len(ids), np.int64)
-    repeats[[medium.place for medium in media]] = [medium.plan.length for medium in media]
-    starts = np.cumsum(repeats) - repeats
-    ids, weights = np.repeat(ids, repeats), np.repeat(weights, repeats)
-    placed = [medium._replace(place=int(starts[medium.place])) for medium in media]
-    for medium in placed:
-        if medium.plan.expansion is not None:
-            ids[medium.place : medium.place + medium.plan.length] = medium.plan.expansion
-    return (ids, weights), placed
 
 
 class EncodedSample(NamedTuple):
@@ -120,16 +96,6 @@ class TokenizedSample(NamedTuple):
             start = int(ends[document]) - len(self.documents[document][0])
             media[document].append(medium._replace(place=medium.place - start))
         return media
-
-
-def concatenated_media(lengths: Iterable[int], media: Iterable[Sequence[PlacedMedium]]) -> list[PlacedMedium]:
-    """Return the media of documents, placed in their concatenation. lengths: number of ids of each document"""
-    starts = accumulate(lengths, initial=0)
-    return [
-        medium._replace(place=medium.place + start)
-        for start, document_media in zip(starts, media, strict=False)
-        for medium in document_media
-    ]
 
 
 @dataclass

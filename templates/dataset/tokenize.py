@@ -23,7 +23,8 @@ from ..json_types import JsonObject
 from ..media.processor import VisionProcessor
 from ..options import TemplateOptions
 from ..tokenizer import Tokenizer
-from .store import FORMAT, DroppedRows, EncodedSample, PlacedMedium, Runs
+from .placed_media import PlacedMedium
+from .store import FORMAT, DroppedRows, EncodedSample, Runs
 
 Row = tuple[int, str, JsonObject]  # number, location for messages, columns
 

@@ -75,6 +75,38 @@ def test_pairs_share_their_images(made, images, tmp_path: Path, streaming: bool)
         assert [medium.medium.source for medium in store.media(2)] == [third, first, third, first]
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_documents_are_those_of_conversations(checkpoint, images, tmp_path: Path, family: str) -> None:
+    """Each side of a pair has the tokens, media and positions of the same conversation by itself, videos too."""
+    made = checkpoint(family)
+    first, second, third = images
+    medias = {"images": [third, first], "videos": [[third, third, third, third]]}
+    question, other = user("<image>q<video>and<image>"), {"role": "assistant", "content": "no <image>"}
+    pair = {"messages": [question, ANSWER], **medias, "rejected_messages": [question, ANSWER, user("so"), other],
+            "rejected_images": [first, second, first]}  # fmt: skip
+    alone = [
+        {"messages": pair["messages"], **medias},
+        {"messages": pair["rejected_messages"], **medias, "images": pair["rejected_images"]},
+    ]
+    paired = made.prepare("preference", dataset=[write(tmp_path, pair)]).train
+    (tmp_path / "alone").mkdir()
+    single = made.prepare(dataset=[write(tmp_path / "alone", *alone)], dataset_shuffle=False).train
+    documents = paired.row(0)
+    for number, (ids, _) in enumerate(documents):
+        assert np.array_equal(ids, single.row(number)[0][0])
+    starts = [0, len(documents[0][0])]
+    placed = [(m.place + start, m.plan[:4], m.medium) for n, start in enumerate(starts) for m in single.media(n)]
+    assert [(m.place, m.plan[:4], m.medium) for m in paired.media(0)] == placed
+    layout = BatchLayout(stage="preference", vision=made.vision())
+    [batch] = next(Batches(paired, layout, StepDivision(1, 1)).steps())
+    assert batch.media is not None
+    assert batch.rope_positions is not None
+    assert len(batch.media.grids) == 4  # three pictures and a video
+    [lone] = next(Batches(single, BatchLayout(vision=made.vision()), StepDivision(2, 2), shuffle=False).steps())
+    assert np.array_equal(batch.rope_positions, lone.rope_positions)
+    assert np.array_equal(batch.media.positions, lone.media.positions)
+
+
 def test_mismatched_answers_keep_the_images_of_prompts(made, images, tmp_path: Path) -> None:
     rows = [
         {"messages": [QUESTION, {"role": "assistant", "content": text}], "images": [image], "label": label}
