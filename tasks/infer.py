@@ -37,7 +37,7 @@ from ..bridge.checkpoint.pretrained import load_model, load_tokenizer
 from ..bridge.checkpoint.rope_scaling import scaled_folder
 from ..templates.chat_template.chat import ChatTemplate
 from ..templates.chat_template.non_thinking import OFF
-from ..templates.dataset.store import expand
+from ..templates.dataset.placed_media import expand
 from ..templates.dataset.tokenize import place_media
 from ..templates.formats.dataset_names import resolve_text
 from ..templates.formats.medium import Medium, has_sentinels

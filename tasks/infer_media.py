@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..bridge.checkpoint.pretrained import load_tokenizer
-from ..templates.dataset.store import PlacedMedium
+from ..templates.dataset.placed_media import PlacedMedium
 from ..templates.formats.media_rows import open_tags, to_media_conversation
 from ..templates.formats.medium import KINDS, SENTINELS, MediaKind, Medium
 from ..templates.formats.schemas import UnusableRow

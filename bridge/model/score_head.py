@@ -5,7 +5,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ..families import FAMILIES
+from ..families import FAMILIES, family_of
 from ..families.sequence_classification import SUFFIX, count_labels
 from ..families.vlm_text import text_config
 from ..mapping.param_mapping import HfConfig
@@ -49,6 +49,9 @@ def classifier_architectures() -> dict[str, str]:
 
 def _classifier_architecture(config: HfConfig) -> str:
     classifiers, kind = classifier_architectures(), config.get("model_type", "")
+    if kind not in classifiers and family_of(config).vision is not None:
+        # transformers has none for models with a vision tower. The name follows its rule.
+        return config["architectures"][0].replace("ForConditionalGeneration", SUFFIX)
     if kind not in classifiers:
         supported = ", ".join(family.name for family in FAMILIES if family.name in classifiers)
         raise ValueError(f"transformers has no sequence classification for {kind} models. It has some for {supported}")

@@ -50,6 +50,7 @@ class MediaInputs:
     encoders: Tensor  # [media] int64: rank within the replica that encodes it
     image_pixels: Tensor  # [patches, channels * side * side] uint8
     video_pixels: Tensor  # [patches, channels * frames * side * side] uint8
+    uses: Tensor  # [uses] int64: medium of each use in a document; a medium may have several, with all its tokens
     context_ranks: Tensor  # [visual tokens] int64: the context-parallel rank that holds it
     positions: Tensor  # [visual tokens] int64: its index in that rank's rows * local length
     rows: int  # rows of the micro batch
@@ -270,12 +271,16 @@ class VisionEncoder:
 
     def _plan_exchange(self, batch: MediaInputs) -> _Exchange:
         counts = (batch.grids.prod(1) // self.settings.merge_size**2).numpy()
-        # NumPy's repeat: torch's starts a thread per core, and took 77 to 171 ms a step beside data workers (16 cores).
-        owners = torch.from_numpy(np.repeat(batch.encoders.numpy(), counts))
-        indices = torch.empty_like(owners)  # index of each feature among those of its owner
+        encoders, uses = batch.encoders.numpy(), batch.uses.numpy()
+        starts = np.empty_like(counts)  # index of each medium's first feature among those of its owner
         for owner in range(self.ranks):
-            is_owned = owners == owner
-            indices[is_owned] = torch.arange(int(is_owned.sum()))
+            owned_counts = counts[encoders == owner]
+            starts[encoders == owner] = owned_counts.cumsum() - owned_counts
+        counts = counts[uses]
+        # NumPy's repeat: torch's starts a thread per core, and took 77 to 171 ms a step beside data workers (16 cores).
+        owners = torch.from_numpy(np.repeat(encoders[uses], counts))
+        offsets = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        indices = torch.from_numpy(np.repeat(starts[uses], counts) + offsets)  # of each token's feature, by its owner
         rows, positions = batch.positions // batch.local_length, batch.positions % batch.local_length
         length = batch.local_length // self.tensor if self.sequence_parallel else batch.local_length
         tensor_ranks, hidden = positions // length, positions % length * batch.rows + rows

@@ -164,6 +164,10 @@ class VisionFlops:
             trains_mergers=trains_mergers,
         )
 
+    def forward(self, grids: Iterable[Sequence[int]]) -> int:
+        """Return the FLOPs of a forward pass over media of these grids (time, height, width in patches)."""
+        return replace(self, trains_layers=False, trains_mergers=False).training(grids)
+
     def training(self, grids: Iterable[Sequence[int]]) -> int:
         """Return the FLOPs of training on media of these grids (time, height, width in patches), without recomputation.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...bridge import runtime
-from ...bridge.checkpoint import hub
+from ...bridge.checkpoint import hub, vision
 from ...bridge.checkpoint.adapter_files import load_adapter, read_settings
 from ...bridge.checkpoint.rope_scaling import scale_rope
 from ...bridge.checkpoint.safetensors_io import tensor_names
@@ -19,10 +19,11 @@ from ...bridge.lora.merge import merge_and_unload
 from ...bridge.mapping.fp8 import load_as_bf16
 from ...bridge.model.build import build_model
 from ...bridge.model.model import Model
+from ...bridge.model.vision_encoder import Normalization
 from ...templates.batching.collator import Batch
 from ...templates.json_types import JsonObject
 from ..distributed.collectives import broadcast_from_rank0, local_rank0_first, run_on_all_ranks
-from ..run.context import Run
+from ..run.context import Run, has_media
 from ..run.load_weights import read_weights
 from ..run.vocabulary import check_vocabulary
 from ..train.step import Output, run_micro_batches
@@ -31,6 +32,7 @@ from ..train.step import Output, run_micro_batches
 def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapters: list[str]) -> tuple[Model, Path]:
     """Return a frozen model in the run's parallel layout, and its folder. Every rank calls it; errors reach every rank.
 
+    It has its vision tower where the trained model has, and where the folder cannot be read without.
     source: values of the options `model` and `mcore_model`, and of others that differ from the run's
     typed_flag: the flag and its value, for messages; None if the model comes from the run itself. The vocabulary is
         checked only with a flag
@@ -39,18 +41,34 @@ def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapt
     folder, hf_config = open_source(run, source, typed_flag)
     inference = {"recompute_granularity": "none", "fp8_param_gather": False, "cpu_offloading": False}
     build_options = replace(run.options.build, **inference)
-    model = run_on_all_ranks(lambda: build_model(hf_config, build_options, run.dtype, adapters=bool(adapters)))
+    has_tower = run_on_all_ranks(lambda: _has_tower(run, hf_config, folder, typed_flag))
+    model = run_on_all_ranks(
+        lambda: build_model(hf_config, build_options, run.dtype, adapters=bool(adapters), vision=has_tower)
+    )
+    if model.vision and run.vision:
+        model.vision.normalization = Normalization(run.vision.mean, run.vision.std)
     with load_as_bf16(model.chunks):
         run_on_all_ranks(lambda: read_weights(model, hf_config, folder, seed=run.options.training.seed))
     if adapters:
         adapter = local_rank0_first(lambda: hub.adapter_folder(run.options, adapters))
         assert adapter is not None
         run_on_all_ranks(lambda: _read_adapter(model, hf_config, folder, adapter))
-        merge_and_unload(model.chunks)
-    for chunk in model.chunks:
-        chunk.requires_grad_(False)
-        chunk.eval()
+        merge_and_unload(model.parts)
+    for part in model.parts:
+        part.requires_grad_(False)
+        part.eval()
     return model, folder
+
+
+def _has_tower(run: Run, hf_config: JsonObject, folder: Path, typed_flag: str | None) -> bool:
+    """Return whether to build a model's vision tower. Raises ValueError if the data has images and there is none."""
+    has_tower = vision.has_tower(folder, hf_config)
+    if has_media(run.data) and not has_tower:
+        raise ValueError(
+            f"{typed_flag or folder}: has no vision tower, and the data has images. Set a vision-language model of the "
+            "same family"
+        )
+    return has_tower and (run.builds_tower or vision.needs_tower(folder))
 
 
 def open_source(run: Run, source: dict[str, Any], typed_flag: str | None) -> tuple[Path, JsonObject]:
@@ -78,15 +96,15 @@ def _folder(options: Any, typed_flag: str | None) -> Path:
 def _read_adapter(model: Model, hf_config: dict[str, Any], folder: Path, adapter: Path) -> None:
     settings = read_settings(adapter, hub.read_adapter_config(adapter))
     attach_adapters(model, hf_config, settings, seed=0, names=tensor_names(folder))
-    load_adapter(model.chunks, hf_config, model.lora, adapter)
+    load_adapter(model.parts, hf_config, model.lora, adapter)
 
 
 def offloaded(model: Model) -> Callable[[], Any]:
     """Move the weights to host memory, and return a context manager that loads them to the device meanwhile."""
     weights = [
         (tensor, tensor.data.to("cpu").pin_memory())
-        for chunk in model.chunks
-        for tensor in (*chunk.parameters(), *chunk.buffers())
+        for part in model.parts
+        for tensor in (*part.parameters(), *part.buffers())
     ]
     for tensor, host_tensor in weights:
         tensor.data = host_tensor

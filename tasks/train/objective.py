@@ -154,7 +154,9 @@ def detach_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
 def forward_flops(flops: Flops, groups: ProcessGroupCollection, batches: Sequence[Batch]) -> float:
     """Return the FLOPs of a forward pass over these micro batches on this rank's context-parallel group."""
     lengths = [length for batch in batches for length in batch.lengths]
-    return flops.forward(lengths, scored_tokens(batches, groups))
+    grids = [grid for batch in batches if batch.media for grid in batch.media.grids.tolist()]
+    tower = flops.vision.forward(grids) if flops.vision else 0
+    return flops.forward(lengths, scored_tokens(batches, groups)) + tower
 
 
 def scored_tokens(batches: Sequence[Batch], groups: ProcessGroupCollection) -> int:

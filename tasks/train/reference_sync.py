@@ -56,7 +56,7 @@ def _parameters(model: Model) -> Iterator[tuple[ParamKey, Tensor]]:
 
 def _check_same_shapes(model: Model, reference: Model) -> None:
     shapes = {key: tensor.shape for key, tensor in collect_params(model.parts).items()}
-    ref_shapes = {key: tensor.shape for key, tensor in collect_params(reference.chunks).items()}
+    ref_shapes = {key: tensor.shape for key, tensor in collect_params(reference.parts).items()}
     for key in (key for key in [*ref_shapes, *shapes] if shapes.get(key) != ref_shapes.get(key)):
         raise ValueError(
             f"--sync_ref_model true: the reference follows the model tensor by tensor, and {key} is "

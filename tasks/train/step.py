@@ -382,6 +382,7 @@ def _media_inputs(media: MediaBatch, rows: int, local_length: int) -> MediaInput
         media.encoders,
         media.image_pixels,
         media.video_pixels,
+        media.uses,
         media.context_ranks,
         media.positions,
         rows,

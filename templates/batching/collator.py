@@ -156,12 +156,7 @@ class BatchLayout:
     ) -> Batch:
         """Collate packs of samples into one micro batch, with labels at least `label_width` wide."""
         if self.stage in UNGROUPED:
-            media = [medium for pack in packs for sample in pack for medium in sample.media]
-            batch = (
-                self._with_media(packs, totals.tokens, row_length)
-                if media
-                else self.batch(_documents(packs, None), totals.tokens, row_length)
-            )
+            batch, _ = self._documents_batch(packs, None, totals.tokens, row_length)
             if all(sample.channel < 0 for pack in packs for sample in pack):
                 return batch
             return replace(batch, channels=self._channels(batch, packs))
@@ -170,21 +165,41 @@ class BatchLayout:
         answers, mismatched = (self._grouped(packs, part, totals, row_length, label_width) for part in (0, 1))
         return replace(answers, mismatched=mismatched)
 
+    def _documents_batch(
+        self,
+        packs: Sequence[Sequence[TokenizedSample]],
+        part: int | None,
+        loss_tokens: float,
+        row_length: int | None,
+    ) -> tuple[Batch, list[PackedSample]]:
+        """Lay out all documents of the samples, or one part of each. Returns the batch, and its documents by pack."""
+        documents = _documents(packs, part)
+        if not any(sample.media for pack in packs for sample in pack):
+            return self.batch(documents, loss_tokens, row_length), documents
+        return self._with_media(packs, part, documents, loss_tokens, row_length)
+
     def _with_media(
-        self, packs: Sequence[Sequence[TokenizedSample]], loss_tokens: float, row_length: int | None
-    ) -> Batch:
-        """Collate samples of one document each, some with images or videos."""
+        self,
+        packs: Sequence[Sequence[TokenizedSample]],
+        part: int | None,
+        documents: list[PackedSample],
+        loss_tokens: float,
+        row_length: int | None,
+    ) -> tuple[Batch, list[PackedSample]]:
+        """Lay out documents, some with images or videos, as `_documents_batch`."""
         assert self.vision is not None, "samples with media need a vision processor"
-        samples = list(chain.from_iterable(packs))
-        media = MicroBatchMedia(
-            self.vision, [sample.media for sample in samples], self.encoder_rank, self.encoder_ranks, self.strict
-        )
-        documents = _documents(packs, None)
-        if media.broken_documents:
-            numbers = iter(range(len(samples)))
+        selected = slice(None) if part is None else slice(part, part + 1)
+        media_by_sample = [sample.media_by_document[selected] for pack in packs for sample in pack]
+        samples = [number for number, media in enumerate(media_by_sample) for _ in media]  # of each document
+        placed_media = list(chain.from_iterable(media_by_sample))
+        if not any(placed_media):
+            return self.batch(documents, loss_tokens, row_length), documents
+        media = MicroBatchMedia(self.vision, placed_media, samples, self.encoder_rank, self.encoder_ranks, self.strict)
+        if media.broken_samples:
+            numbers = iter(samples)
             documents = [
                 [
-                    (ids, np.zeros_like(weights)) if next(numbers) in media.broken_documents else (ids, weights)
+                    (ids, np.zeros_like(weights)) if next(numbers) in media.broken_samples else (ids, weights)
                     for ids, weights in pack
                 ]
                 for pack in documents
@@ -200,10 +215,12 @@ class BatchLayout:
         positions = np.broadcast_to(
             np.arange(row_length) - np.repeat(boundaries[:-1], np.diff(boundaries)), (3, len(batch.tokens), row_length)
         ).copy()
-        for number, (row, start, sample) in enumerate(zip(rows.tolist(), starts.tolist(), samples, strict=True)):
-            if sample.media:
+        for number, (row, start, document_media) in enumerate(
+            zip(rows.tolist(), starts.tolist(), placed_media, strict=True)
+        ):
+            if document_media:
                 length = batch.lengths[number]
-                placed = [(medium.place, medium.plan) for medium in sample.media]
+                placed = [(medium.place, medium.plan) for medium in document_media]
                 positions[:, row, start : start + length] = self.vision.rope_positions(length, placed)
         owners = self._context_ranks(boundaries)
         index = np.empty(row_length, np.int64)  # in the rank's part of a row
@@ -212,11 +229,12 @@ class BatchLayout:
         if self.context_parallel_size > 1:
             positions = positions[..., owners == self.context_parallel_rank]
         token_rows, tokens = media.tokens(rows, starts)
-        return replace(
+        batch = replace(
             batch,
             rope_positions=torch.from_numpy(np.ascontiguousarray(positions)),
             media=media.batch(owners[tokens], token_rows * local_length + index[tokens]),
         )
+        return batch, documents
 
     def _channels(self, batch: Batch, packs: Sequence[Sequence[TokenizedSample]]) -> Tensor:
         """Return the channel of each token of a batch, as of its document: int64 [rows, local_length]."""
@@ -238,8 +256,7 @@ class BatchLayout:
         label_width: int,
     ) -> Batch:
         """Collate all documents of the samples, or one part of each, with their grouping."""
-        packed = _documents(packs, part)
-        batch = self.batch(packed, totals.tokens, row_length)
+        batch, packed = self._documents_batch(packs, part, totals.tokens, row_length)
         if batch.cu_seqlens is None:
             raise ValueError("--padding_free false: grouped documents need packed rows. Remove the flag.")
         boundaries, starts = batch.cu_seqlens.numpy().astype(np.int64), self._starts(packed)

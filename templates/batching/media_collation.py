@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 import torch
 
-from ..dataset.store import PlacedMedium
+from ..dataset.placed_media import PlacedMedium
 from ..formats.medium import MediaKind
 from ..formats.schemas import UnusableRow
 from ..media.processor import VisionProcessor
@@ -35,6 +35,8 @@ class MicroBatchMedia:
     """Media of a micro batch in the order of MediaBatch, with the patches of those that this rank encodes.
 
     documents: media of each document, in order
+    samples: sample of each document, within which media with the same number are one
+    A document without loss leaves its whole sample without.
     Every rank checks the headers of all media, so that all agree on the documents without loss: those with a file that
     is missing, truncated or changed. A medium that still cannot be decoded is grey. Only the rank that decodes it
     knows, so its document has no loss if that rank encodes alone, and keeps its loss if not.
@@ -42,19 +44,32 @@ class MicroBatchMedia:
     """
 
     def __init__(
-        self, vision: VisionProcessor, documents: Sequence[Sequence[PlacedMedium]], rank: int, ranks: int, strict: bool
+        self,
+        vision: VisionProcessor,
+        documents: Sequence[Sequence[PlacedMedium]],
+        samples: Sequence[int],
+        rank: int,
+        ranks: int,
+        strict: bool,
     ):
         self.vision, self.rank, self.ranks, self.strict = vision, rank, ranks, strict
         pairs = [(number, medium) for number, media in enumerate(documents) for medium in media]
-        self.media = sorted(pairs, key=lambda pair: pair[1].plan.kind == "video")  # stable
+        self._uses = sorted(pairs, key=lambda pair: pair[1].plan.kind == "video")  # stable
+        keys = [(samples[document], medium.number) for document, medium in self._uses]
+        first_uses: dict[tuple[int, int], PlacedMedium] = {}
+        for key, (_, medium) in zip(keys, self._uses, strict=True):
+            first_uses.setdefault(key, medium)
+        self.media = [(sample, medium) for (sample, _), medium in first_uses.items()]
+        indices = {key: index for index, key in enumerate(first_uses)}
+        self._media_of_uses = [indices[key] for key in keys]
         self.encoders = assign_encoders([vision.cost(medium.plan.grid) for _, medium in self.media], ranks)
-        self.broken_documents: set[int] = set()
+        self.broken_samples: set[int] = set()
         self.broken_media = 0
         self._patches: dict[MediaKind, list[np.ndarray]] = {"image": [], "video": []}
-        for (document, medium), encoder in zip(self.media, self.encoders.tolist(), strict=True):
-            self._read(document, medium, is_encoded=encoder == rank)
+        for (sample, medium), encoder in zip(self.media, self.encoders.tolist(), strict=True):
+            self._read(sample, medium, is_encoded=encoder == rank)
 
-    def _read(self, document: int, placed: PlacedMedium, *, is_encoded: bool) -> None:
+    def _read(self, sample: int, placed: PlacedMedium, *, is_encoded: bool) -> None:
         plan, medium = placed.plan, placed.medium
         assert medium is not None
         patches, reason = None, ""
@@ -64,7 +79,7 @@ class MicroBatchMedia:
         except UnusableRow as error:
             reason = str(error)
         if reason:
-            self.broken_documents.add(document)
+            self.broken_samples.add(sample)
         if not is_encoded:
             return
         if not reason:
@@ -73,7 +88,7 @@ class MicroBatchMedia:
             except UnusableRow as error:
                 reason = str(error)
                 if self.ranks == 1:
-                    self.broken_documents.add(document)
+                    self.broken_samples.add(sample)
         if reason:
             name = medium.source if isinstance(medium.source, str) and len(medium.source) < 300 else "a row's"
             message = f"{name}: {medium.kind} cannot be used: {reason}"
@@ -86,10 +101,10 @@ class MicroBatchMedia:
     def tokens(self, rows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return row and position of each visual token, from row and start of each document: int64 [visual tokens]."""
         places = [
-            starts[document] + medium.place + self.vision.visual_offsets(medium.plan) for document, medium in self.media
+            starts[document] + medium.place + self.vision.visual_offsets(medium.plan) for document, medium in self._uses
         ]
-        counts = [medium.plan.tokens for _, medium in self.media]
-        return np.repeat([rows[document] for document, _ in self.media], counts), np.concatenate(places)
+        counts = [medium.plan.tokens for _, medium in self._uses]
+        return np.repeat([rows[document] for document, _ in self._uses], counts), np.concatenate(places)
 
     def batch(self, context_ranks: np.ndarray, positions: np.ndarray) -> MediaBatch:
         return MediaBatch(
@@ -97,6 +112,7 @@ class MicroBatchMedia:
             encoders=torch.from_numpy(self.encoders),
             image_pixels=self._pixels("image"),
             video_pixels=self._pixels("video"),
+            uses=torch.tensor(self._media_of_uses, dtype=torch.int64),
             context_ranks=torch.from_numpy(context_ranks),
             positions=torch.from_numpy(positions),
             broken_media=self.broken_media,

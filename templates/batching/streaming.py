@@ -14,7 +14,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..dataset.files import RowSource
 from ..dataset.packing import pack
-from ..dataset.store import DroppedRows, Runs, TokenizedSample, expand
+from ..dataset.placed_media import concatenated_media, expand
+from ..dataset.store import DroppedRows, Runs, TokenizedSample
 from ..dataset.tokenize import Encoder, Row
 from ..formats.schemas import Stage
 from ..json_types import JsonObject
@@ -190,9 +191,10 @@ class StreamShard:
             lane, _ = rows[number]
             for piece, sample in enumerate(pieces):
                 documents, placed = [(ids, _decode_runs(runs)) for ids, runs in sample.documents], []
-                if any(sample.media):  # of one document
-                    document, placed = expand(*documents[0], sample.media[0])
-                    documents = [document]
+                if any(sample.media):
+                    expanded = [expand(*pair, media) for pair, media in zip(documents, sample.media, strict=True)]
+                    documents = [document for document, _ in expanded]
+                    placed = concatenated_media((len(ids) for ids, _ in documents), [media for _, media in expanded])
                 tokenized = TokenizedSample(documents, np.array(sample.label, np.float32), media=placed)
                 named.append((DocumentName(*lane[:4], lane.start, piece), tokenized))
         return named

@@ -10,7 +10,9 @@ from typing import NamedTuple
 from ..formats.dataset_names import resolve_text
 from ..formats.media_rows import FEW_STAGES, has_media, to_media_conversation, to_media_text
 from ..formats.medium import SENTINELS, Medium, has_sentinels
+from ..formats.paired_media_rows import to_classified, to_media_answer, to_media_contrastive, to_media_pair
 from ..formats.paired_rows import (
+    ContrastiveRow,
     Passage,
     label_of_pair,
     parse_binary,
@@ -24,7 +26,7 @@ from ..formats.paired_rows import (
 from ..formats.schemas import (
     MESSAGES,
     POOLED,
-    UNGROUPED,
+    PROMPTED,
     Conversation,
     Stage,
     UnusableRow,
@@ -104,18 +106,13 @@ class Renderer:
                 return [([self._with_loss_weights(self._conversation(row))], [])]
             case "pt":
                 text, media = to_media_text(row) if self.vision else (to_text(row), [])
-                if not text.strip():
-                    raise UnusableRow("it is empty")
-                if self.vision:
-                    for kind, sentinel in SENTINELS.items():
-                        text = text.replace(sentinel, self.vision.placeholder_text(kind))
-                return [([Text(text, special=True, media=media)], [])]
+                return [([self._plain_text(text, media)], [])]
             case "preference":
                 margin = row.get("margin")
-                texts = [self._with_loss_weights(conversation) for conversation in to_pair(row)]
+                texts = [self._with_loss_weights(conversation) for conversation in self._pair(row)]
                 return [(texts, [] if margin is None else [parse_number(margin, "margin")])]
             case "kto":
-                return [([self._with_loss_weights(to_answer(row))], [parse_binary(row.get("label"))])]
+                return [([self._with_loss_weights(self._answer(row))], [parse_binary(row.get("label"))])]
             case "seq_cls":
                 return [([self._classification_text(row)], parse_numbers(row.get("label"), "label"))]
             case "embedding":
@@ -146,7 +143,7 @@ class Renderer:
         return notes
 
     def _check_media(self, row: JsonObject) -> None:
-        if self.vision and self.stage not in UNGROUPED and has_media(row):
+        if self.vision and self.stage in PROMPTED and has_media(row):
             raise UnusableRow(f"it has images or videos: {FEW_STAGES}")
 
     def _conversation(self, row: JsonObject) -> Conversation:
@@ -157,6 +154,38 @@ class Renderer:
         if objects:
             name_objects(conversation, objects, self.vision)
         return conversation
+
+    def _pair(self, row: JsonObject) -> tuple[Conversation, Conversation]:
+        if not self.vision:
+            return to_pair(row)
+        pair, objects = to_media_pair(row)
+        if objects:
+            for conversation in pair:
+                name_objects(conversation, objects, self.vision)
+        return pair
+
+    def _answer(self, row: JsonObject) -> Conversation:
+        if not self.vision:
+            return to_answer(row)
+        conversation, objects = to_media_answer(row)
+        if objects:
+            name_objects(conversation, objects, self.vision)
+        return conversation
+
+    def _contrastive(self, row: JsonObject) -> ContrastiveRow:
+        return to_media_contrastive(row) if self.vision else to_contrastive(row)
+
+    def _plain_text(self, text: str, media: Sequence[Medium]) -> Text:
+        """Return a text that the tokenizer adds its special tokens to, with the placeholders of its media."""
+        if not text.strip():
+            raise UnusableRow("it is empty")
+        return Text(self._with_placeholders(text), special=True, media=media)
+
+    def _with_placeholders(self, text: str) -> str:
+        if self.vision and has_sentinels(text):
+            for kind, sentinel in SENTINELS.items():
+                text = text.replace(sentinel, self.vision.placeholder_text(kind))
+        return text
 
     def _prompt_conversation(self, row: JsonObject) -> Conversation:
         conversation = to_prompt(row)
@@ -185,9 +214,15 @@ class Renderer:
             answer = turns[roles[: last_user + 1].count("assistant")][0], len(text)
         if self.loss_scale.presets:
             turns, weights = self._weigh_parts(conversation, text, turns, weights)
-        if has_sentinels(text):
+        base_weight = float(self.loss_scale.strategy == "all")
+        return self._checked(Text(text, turns, weights, base_weight, answer, media=conversation.media))
+
+    @staticmethod
+    def _checked(text: Text) -> Text:
+        """Return a rendered text. Raises UnusableRow if it has no placeholder in place of a sentinel."""
+        if has_sentinels(text.text):
             raise UnusableRow("the chat template has no place for an image or video in one of its messages")
-        return Text(text, turns, weights, float(self.loss_scale.strategy == "all"), answer, media=conversation.media)
+        return text
 
     def _weigh_parts(
         self, conversation: Conversation, text: str, turns: Sequence[Span], weights: list[float]
@@ -211,26 +246,33 @@ class Renderer:
         return spans, part_weights
 
     def _classification_text(self, row: JsonObject) -> Text:
-        if row.get("text") is not None and row.get("messages") is None:
-            if not (text := to_text(row)).strip():
-                raise UnusableRow("it is empty")
-            return Text(text, special=True)
-        conversation = to_conversation(row, answered=False)
-        self._add_system(conversation)
-        return Text(self._template.render(conversation))
+        is_plain = row.get("text") is not None and row.get("messages") is None
+        if self.vision:
+            source, media, objects = to_classified(row)
+        else:
+            source, media, objects = to_text(row) if is_plain else to_conversation(row, answered=False), [], None
+        if isinstance(source, str):
+            return self._plain_text(source, media)
+        if objects and self.vision:
+            name_objects(source, objects, self.vision)
+        self._add_system(source)
+        return self._checked(Text(self._template.render(source), media=media))
 
     def _embedding_samples(self, row: JsonObject) -> list[Rendered]:
         """Return the texts that sentence-transformers' encode tokenizes: the prompt, if any, and the text."""
-        contrastive = to_contrastive(row)
+        contrastive = self._contrastive(row)
         label = label_of_pair(row, contrastive, "label", "score")
         anchor = contrastive.anchor._replace(system=contrastive.anchor.system or self.system or "")
-        anchor, *negatives = (Text("".join(passage), special=True) for passage in (anchor, *contrastive.negatives))
-        positives = [Text("".join(passage), special=True) for passage in contrastive.positives]
+        anchor, *negatives = (self._passage_text(passage) for passage in (anchor, *contrastive.negatives))
+        positives = [self._passage_text(passage) for passage in contrastive.positives]
         labels = [] if label is None else [parse_number(label, "label")]
         return [([anchor, positive, *negatives], labels) for positive in positives]
 
+    def _passage_text(self, passage: Passage) -> Text:
+        return self._plain_text(passage.system + passage.text, passage.media)
+
     def _reranker_samples(self, row: JsonObject) -> list[Rendered]:
-        contrastive = to_contrastive(row)
+        contrastive = self._contrastive(row)
         label = label_of_pair(row, contrastive, "label")
         positives, negatives = (
             [self._reranker_text(contrastive.anchor, passage) for passage in passages]
@@ -249,8 +291,10 @@ class Renderer:
         request = f"<Instruct>: {instruct}\n<Query>: {query.text}\n<Document>: {document.text}"
         messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": request}]
         text = self._template.render(Conversation(messages, [None, None]), prompt=True)
-        start = text.find(request.strip())
-        return Text(text, body=(start, start + len(request.strip())) if start >= 0 else (0, 0))
+        body = self._with_placeholders(request.strip())
+        start = text.find(body)
+        span = (start, start + len(body)) if start >= 0 else (0, 0)
+        return self._checked(Text(text, body=span, media=[*query.media, *document.media]))
 
     def _add_system(self, conversation: Conversation) -> None:
         if self.system:

@@ -22,6 +22,7 @@ from ..json_types import JsonObject
 from ..media.processor import MediaPlan
 from ..plural import plural
 from .packing import round_up
+from .placed_media import Document, PlacedMedium, concatenated_media, expand
 
 CHECKSUM = "xxh3_128"  # key in the manifest: hexadecimal hash of tokens.arrow
 BLOCK = 8 * 2**20  # bytes read at a time
@@ -42,7 +43,7 @@ SCHEMA = pa.schema(
     }
 )
 LIST_COLUMNS = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
-# Further columns of entries made with a vision processor: the media of a sample, which is then one document.
+# Further columns of entries made with a vision processor: the media of a sample's documents.
 # `input_ids` and the runs have one placeholder for each medium; `length` and `document_lengths` count all its tokens.
 MEDIA_FIELDS = [
     pa.field("media_kinds", pa.list_(pa.uint8())),  # index in MEDIA_KINDS
@@ -63,32 +64,7 @@ NUMPY_TYPES = {
 
 Runs = list[tuple[int, float]]  # loss weights, run-length encoded: (tokens, weight)
 
-Document = tuple[np.ndarray, np.ndarray]  # token ids [length], loss weights [length]
 ReadMedia = Callable[[int], list[Medium]]  # from the number of a row to its media, in the order of their numbers
-
-
-class PlacedMedium(NamedTuple):
-    """Image or video of a document."""
-
-    place: int  # index of its placeholder in the document; of its first token, once the document is expanded
-    number: int  # among the media of its row
-    plan: MediaPlan
-    medium: Medium | None = None  # None: to be read from the row
-
-
-def expand(ids: np.ndarray, weights: np.ndarray, media: Sequence[PlacedMedium]) -> tuple[Document, list[PlacedMedium]]:
-    """Return a document with all tokens of its media in place of their placeholders, and the media's new places."""
-    if not media:
-        return (ids, weights), []
-    repeats = np.ones(len(ids), np.int64)
-    repeats[[medium.place for medium in media]] = [medium.plan.length for medium in media]
-    starts = np.cumsum(repeats) - repeats
-    ids, weights = np.repeat(ids, repeats), np.repeat(weights, repeats)
-    placed = [medium._replace(place=int(starts[medium.place])) for medium in media]
-    for medium in placed:
-        if medium.plan.expansion is not None:
-            ids[medium.place : medium.place + medium.plan.length] = medium.plan.expansion
-    return (ids, weights), placed
 
 
 class EncodedSample(NamedTuple):
@@ -108,7 +84,18 @@ class TokenizedSample(NamedTuple):
     label: np.ndarray  # float32 [numbers]
     item: int = -1  # number in the store; -1 in a stream
     channel: int = -1  # number of its channel (--enable_channel_loss); -1: none
-    media: Sequence[PlacedMedium] = ()  # of its only document, which is expanded
+    media: Sequence[PlacedMedium] = ()  # of its documents, which are expanded, placed in their concatenation
+
+    @property
+    def media_by_document(self) -> list[list[PlacedMedium]]:
+        """Media of each document, placed in it."""
+        ends = np.cumsum([len(ids) for ids, _ in self.documents])
+        media: list[list[PlacedMedium]] = [[] for _ in self.documents]
+        for medium in self.media:
+            document = int(np.searchsorted(ends, medium.place, side="right"))
+            start = int(ends[document]) - len(self.documents[document][0])
+            media[document].append(medium._replace(place=medium.place - start))
+        return media
 
 
 @dataclass
@@ -170,7 +157,9 @@ def record_batch(samples: list[EncodedSample], *, has_vision: bool = False) -> p
     columns += [_to_arrow(values, SCHEMA.field(name).type) for name, values in scalars.items()]
     if not has_vision:
         return pa.record_batch(columns, schema=SCHEMA)
-    media_lists = [_media_lists([medium for media in sample.media for medium in media]) for sample in samples]
+    media_lists = [
+        _media_lists(concatenated_media((len(ids) for ids, _ in sample.documents), sample.media)) for sample in samples
+    ]
     for field_ in MEDIA_FIELDS:
         columns.append(_lists([lists[field_.name] for lists in media_lists], field_.type))
     return pa.record_batch(columns, schema=MEDIA_SCHEMA)
@@ -264,7 +253,7 @@ class TokenFile:
         return list(zip(np.split(ids, ends), np.split(weights, ends), strict=True))
 
     def media(self, i: int) -> list[PlacedMedium]:
-        """Return the media of sample i, placed in its document as `row` returns it."""
+        """Return the media of sample i, placed in the concatenation of its documents as `row` returns them."""
         if not (media := self._placed(i)):
             return []
         ids, runs, weights, *_ = self._row(i)
@@ -272,10 +261,15 @@ class TokenFile:
 
     @property
     def media_counts(self) -> dict[MediaKind, np.ndarray]:
-        """Number of images and of videos of each sample: int64 [samples]."""
+        """Number of images and of videos of each sample, of which one in several documents counts once.
+
+        int64 [samples]
+        """
         counts = {}
         for number, kind in enumerate(MEDIA_KINDS):
-            counts[kind] = self._per_sample(lambda lists, number=number: lists["media_kinds"][1] == number)
+            counts[kind] = self._per_sample(
+                lambda lists, number=number: (lists["media_kinds"][1] == number) & _is_first(*lists["media_numbers"])
+            )
         return counts
 
     @property
@@ -390,6 +384,15 @@ class TokenFile:
         return np.concatenate([np.empty(0, NUMPY_TYPES[SCHEMA.field(name).type]), *columns])
 
 
+def _is_first(offsets: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Return whether each medium of samples is the first with its number in its sample: bool [media]."""
+    samples = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    _, first = np.unique(np.stack([samples, numbers[: len(samples)]]), axis=1, return_index=True)
+    is_first = np.zeros(len(numbers), bool)
+    is_first[first] = True
+    return is_first
+
+
 def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
     return _to_numpy(column.offsets), _to_numpy(column.values)
 
@@ -471,7 +474,7 @@ class TokenStore:
         return {kind: int(self._selected([count[kind] for count in counts]).sum()) for kind in MEDIA_KINDS}
 
     def media(self, i: int) -> list[PlacedMedium]:
-        """Return the media of sample i, placed in its document as `row` returns it, with their sources."""
+        """Return the media of sample i, placed in its documents' concatenation, with their sources."""
         file, number = self._locate(i)
         media = self.files[file].media(number)
         if not media or not self._read_media:

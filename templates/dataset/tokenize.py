@@ -13,8 +13,8 @@ import numpy as np
 
 from ..chat_template.render import Renderer, Text
 from ..chat_template.token_offsets import Offsets, Span
-from ..formats.media_rows import media_of
 from ..formats.medium import Medium
+from ..formats.paired_media_rows import find_medium, media_of
 from ..formats.presets import rename_columns
 from ..formats.schemas import POOLED, PROMPTED, UNGROUPED, Stage, UnusableRow, row_errors
 from ..formats.self_cognition import SelfCognition
@@ -23,7 +23,8 @@ from ..json_types import JsonObject
 from ..media.processor import VisionProcessor
 from ..options import TemplateOptions
 from ..tokenizer import Tokenizer
-from .store import FORMAT, DroppedRows, EncodedSample, PlacedMedium, Runs
+from .placed_media import PlacedMedium
+from .store import FORMAT, DroppedRows, EncodedSample, Runs
 
 Row = tuple[int, str, JsonObject]  # number, location for messages, columns
 
@@ -38,6 +39,7 @@ class _RenderedSample:
     label: list[float]
     columns: bytes
     tokens: "_Document | None" = None  # of a row that holds tokens instead of texts
+    row_media: Sequence[Medium] = ()  # grouped stages: media of the row, by whose indices they are numbered
 
 
 class _Document(NamedTuple):
@@ -110,6 +112,8 @@ class Encoder:
         ]  # fmt: skip
         if self.vision:
             parts.append([self.vision.fingerprint, os.environ.get("ROOT_IMAGE_DIR")])
+            if self.stage not in UNGROUPED:
+                parts.append("media of several documents")  # earlier versions dropped such rows
         return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
     def encode(self, rows: Iterable[Row]) -> tuple[list[EncodedSample], DroppedRows]:
@@ -131,7 +135,10 @@ class Encoder:
             try:
                 if self.vision:
                     media = [text.media for text in sample.texts] or [()]
-                    documents = [self._with_media(*pair) for pair in zip(documents, media, strict=True)]
+                    documents = [
+                        self._with_media(document, document_media, sample.row_media)
+                        for document, document_media in zip(documents, media, strict=True)
+                    ]
                 samples += [(sample, truncated) for truncated in self._truncate_sample(documents)]
             except UnusableRow as reason:
                 dropped.add(reason, sample.location)
@@ -158,7 +165,7 @@ class Encoder:
 
     def media_of(self, row: JsonObject) -> list[Medium]:
         """Return the media of a usable row, in the order of their numbers in its samples."""
-        return media_of(rename_columns(row, self.columns), is_plain=self.stage == "pt")
+        return media_of(rename_columns(row, self.columns), self.stage)
 
     def _render(self, number: int, location: str, row: JsonObject) -> list[_RenderedSample]:
         if self.stage in UNGROUPED and row.get("input_ids") is not None:
@@ -176,7 +183,10 @@ class Encoder:
             for text in (text.text for texts, _ in samples for text in texts):
                 if not text.isascii():  # ASCII is always valid; the check avoids a copy
                     text.encode()
-        return [_RenderedSample(number, location, *sample, columns) for sample in samples]
+            row_media: Sequence[Medium] = ()
+            if self.stage not in UNGROUPED and any(text.media for texts, _ in samples for text in texts):
+                row_media = media_of(row, self.stage)
+        return [_RenderedSample(number, location, *sample, columns, row_media=row_media) for sample in samples]
 
     def _channel(self, row: JsonObject) -> bytes:
         """Return the channel of a row as stored, empty without one: --enable_channel_loss."""
@@ -228,13 +238,23 @@ class Encoder:
             prompt=other_spans[0][0] if text.answer else 0,
         )
 
-    def _with_media(self, document: _Document, media: Sequence[Medium]) -> _Document:
-        """Return a document with the sizes of its media, which have no loss. Raises UnusableRow."""
+    def _with_media(self, document: _Document, media: Sequence[Medium], row_media: Sequence[Medium]) -> _Document:
+        """Return a document with the sizes of its media, which have no loss. Raises UnusableRow.
+
+        row_media: those of the row, by whose indices they are numbered; empty: by their order in the document
+        """
         assert self.vision is not None
         ids = document.ids
         placed = place_media(ids, media, self.vision)
         if not placed:
             return document
+        if row_media:
+            numbers = [find_medium(row_media, medium) for medium in media]
+            placed = tuple(
+                medium._replace(number=number)
+                for medium, number in zip(placed, numbers, strict=True)
+                if number is not None
+            )
         runs = document.runs
         for medium in placed:
             start, stop = self._span(ids, medium.place)
@@ -339,15 +359,22 @@ class Encoder:
                 raise UnusableRow(f"its prompt leaves no room for an answer within --max_length {limit}")
             if not _is_trained(document):
                 raise UnusableRow("none of its tokens is trained on")
+            if self.stage == "kto" and any(medium.place >= document.prompt for medium in document.media):
+                raise UnusableRow("its answer has an image or video, and KTO pairs answers with other rows' prompts")
         if len(documents) == 2 and np.array_equal(documents[0].ids, documents[1].ids):
-            raise UnusableRow("its chosen and rejected answers are the same")
+            first, second = ([medium.number for medium in document.media] for document in documents)
+            if first == second:
+                raise UnusableRow("its chosen and rejected answers are the same")
 
     def _mismatched(self, document: _Document, other: _Document) -> _Document:
         """Return the prompt of a document with the answer of another one (kto)."""
         ids = np.concatenate([document.ids[: document.prompt], other.ids[other.prompt :]])
         runs = _slice(document.runs, 0, document.prompt) + _slice(other.runs, other.prompt, len(other.ids))
-        limit = self.options.max_length or len(ids)
-        return _Document(ids[:limit], _slice(runs, 0, limit), (0, limit))
+        # Media lie in the prompt, which leaves room within the limit.
+        limit = len(ids)
+        if self.options.max_length is not None:
+            limit = self.options.max_length - (document.length - len(document.ids))
+        return _Document(ids[:limit], _slice(runs, 0, limit), (0, limit), media=document.media)
 
 
 def place_media(ids: np.ndarray, media: Sequence[Medium], vision: VisionProcessor) -> tuple[PlacedMedium, ...]:

@@ -4,6 +4,8 @@
   tag come before the first message of the user
 - blocks of OpenAI (`image_url`, `video_url`), Anthropic (`image` with a `source`) and transformers (`image`, `video`)
 - `<img>path</img>`, `<video>path</video>`
+
+paired_media_rows.py converts rows of several documents.
 """
 
 import json
@@ -11,6 +13,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ..json_types import Json, JsonObject
 from .medium import SENTINELS, MediaKind, Medium, has_sentinels
@@ -40,7 +43,11 @@ TAG = re.compile(
     re.DOTALL,
 )
 LIMITS = ("max_pixels", "min_pixels", "fps")
-FEW_STAGES = "images and videos are for sft and pt in this version"
+FEW_STAGES = "images and videos are not for this task in this version"
+SIDES = ("rejected", "positive", "negative")  # prefixes of the columns of other texts than the row's first
+# Columns with messages: those that may be written as JSON, and those whose text is an answer.
+JSON_MESSAGES = (*MESSAGES, "prompt", "rejected_messages", "positive_messages", "negative_messages")
+ANSWERS = ("completion", "chosen", "rejected", "rejected_response")
 
 
 @dataclass
@@ -48,17 +55,42 @@ class MediaRow:
     """Row without its media, and these."""
 
     row: JsonObject
-    columns: dict[MediaKind, list[Json]]  # of its columns
+    columns: dict[MediaKind, Sequence[Json]]  # of its columns
     blocks: list[tuple[MediaKind, Json]]  # of blocks within messages; source None: the next of the columns
     objects: JsonObject | None  # regions of images, to be named in the texts
     limits: JsonObject
+    # Columns such as `rejected_images` by their prefix, if the row has any.
+    sides: dict[str, dict[MediaKind, Sequence[Json]]] = field(default_factory=dict)
+
+    def place(
+        self, texts: Sequence[str], first: int, columns: dict[MediaKind, Sequence[Json]]
+    ) -> tuple[list[str], list[Medium]]:
+        """Return texts with a sentinel for each medium, and these. Media without a tag come before text `first`."""
+        placed = _Texts(columns, self.blocks)
+        contents = [placed.place(text) for text in texts]
+        before, media = placed.media(first, self.limits)
+        contents[first] = before + contents[first]
+        return contents, media
+
+    def place_in(self, conversation: Conversation, side: str = "") -> None:
+        """Put sentinels into the messages of a conversation, and set its media.
+
+        side: prefix of the columns that go before those without one
+        """
+        messages = conversation.messages
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+        columns = self.columns | self.sides.get(side, {})
+        contents, conversation.media = self.place([message["content"] for message in messages], first, columns)
+        conversation.messages = [
+            {**message, "content": content} for message, content in zip(messages, contents, strict=True)
+        ]
 
 
 @dataclass
 class _Texts:
     """Texts with sentinels, and the media found there."""
 
-    columns: dict[MediaKind, list[Json]]
+    columns: dict[MediaKind, Sequence[Json]]
     blocks: list[tuple[MediaKind, Json]]
     places: list[list[tuple[MediaKind, Json]]] = field(default_factory=list)  # of each text; source None: the columns'
 
@@ -102,33 +134,37 @@ class _Texts:
         return "".join(SENTINELS[kind] for kind, _ in before), media
 
 
-def split_media(row: JsonObject) -> MediaRow:
-    """Separate a row's media from its texts."""
+def split_media(row: JsonObject, sides: Sequence[str] = ()) -> MediaRow:
+    """Separate a row's media from its texts. sides: those of SIDES whose columns the task reads"""
     row = type(row)(row)
-    for column in MEDIA:
-        if row.get(column) and not any(column in names for names in COLUMNS.values()):
-            raise UnusableRow(
-                f"it has {column}, and this version trains on images and videos only"
-                if column.startswith("audio")
-                else f"it has {column}: {FEW_STAGES}"
-            )
-    columns: dict[MediaKind, list[Json]] = {
+    columns: dict[MediaKind, Sequence[Json]] = {
         kind: [source for name in names for source in _sources(row, name)] for kind, names in COLUMNS.items()
     }
-    for names in (*COLUMNS.values(), MEDIA):
-        for name in names:
-            row.pop(name, None)
+    side_columns: dict[str, dict[MediaKind, Sequence[Json]]] = {side: {} for side in sides}
+    for side in sides:
+        for kind in COLUMNS:
+            if sources := _sources(row, f"{side}_{kind}s"):
+                side_columns[side][kind] = sources
+    known = {*chain.from_iterable(COLUMNS.values()), *(f"{side}_{kind}s" for side in sides for kind in COLUMNS)}
+    for column in MEDIA:
+        if row.pop(column, None) and column not in known:
+            raise UnusableRow(
+                f"it has {column}, and this version trains on images and videos only"
+                if "audio" in column
+                else f"it has {column}, which this task does not read"
+            )
     blocks: list[tuple[MediaKind, Json]] = []
-    for name in (*MESSAGES, "prompt"):
+    for name in (*JSON_MESSAGES, *ANSWERS):
         if name in row:
             messages = row[name]
             with suppress(ValueError, RecursionError):  # refused later, with a reason
-                messages = json.loads(messages) if isinstance(messages, str) and '"type"' in messages else messages
-            if isinstance(messages, list):
-                row[name] = [_with_tags(message, blocks) for message in messages]
+                if name in JSON_MESSAGES and isinstance(messages, str) and '"type"' in messages:
+                    messages = json.loads(messages)
+            if isinstance(messages, list | dict):
+                row[name] = _with_tags(messages, blocks)
     kwargs = template_kwargs(drop_missing(row))
     limits = {name: _number(kwargs[name], name) for name in LIMITS if kwargs.get(name) is not None}
-    return MediaRow(row, columns, blocks, _objects(row.pop("objects", None)), limits)
+    return MediaRow(row, columns, blocks, _objects(row.pop("objects", None)), limits, side_columns)
 
 
 def has_media(row: JsonObject) -> bool:
@@ -157,12 +193,7 @@ def to_media_conversation(
     """Return the conversation of a row, with its media, and its objects. answered, strict: as in `to_conversation`"""
     media_row = split_media(row)
     conversation = to_conversation(media_row.row, answered=answered, strict=strict)
-    texts = _Texts(media_row.columns, media_row.blocks)
-    messages = [{**message, "content": texts.place(message["content"])} for message in conversation.messages]
-    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-    before, conversation.media = texts.media(first, media_row.limits)
-    messages[first]["content"] = before + messages[first]["content"]
-    conversation.messages = messages
+    media_row.place_in(conversation)
     return conversation, media_row.objects
 
 
@@ -171,18 +202,8 @@ def to_media_text(row: JsonObject) -> tuple[str, list[Medium]]:
     media_row = split_media(row)
     if media_row.objects:
         raise UnusableRow("it has objects, which are for conversations: use megatron sft")
-    texts = _Texts(media_row.columns, media_row.blocks)
-    text = texts.place(to_text(media_row.row))
-    before, media = texts.media(0, media_row.limits)
-    return before + text, media
-
-
-def media_of(row: JsonObject, *, is_plain: bool) -> list[Medium]:
-    """Return the media of a row in order.
-
-    is_plain: whether the row is a text for pre-training
-    """
-    return to_media_text(row)[1] if is_plain else to_media_conversation(row)[0].media
+    [text], media = media_row.place([to_text(media_row.row)], 0, media_row.columns)
+    return text, media
 
 
 def _sources(row: JsonObject, column: str) -> Sequence[Json]:
@@ -199,7 +220,9 @@ def _sources(row: JsonObject, column: str) -> Sequence[Json]:
 
 
 def _with_tags(message: Json, blocks: list[tuple[MediaKind, Json]]) -> Json:
-    """Return a message whose blocks are text with tags. Appends the media of its blocks to `blocks`."""
+    """Return a message, or each of a list, whose blocks are text with tags. Appends the media of blocks to `blocks`."""
+    if isinstance(message, list):
+        return [_with_tags(item, blocks) for item in message]
     if not isinstance(message, dict):
         return message
     key = next((key for key in ("content", "value") if isinstance(message.get(key), list)), None)

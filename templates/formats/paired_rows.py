@@ -11,10 +11,13 @@
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..json_types import Json, JsonObject
+from .medium import Medium
 from .schemas import (
     MESSAGES,
     QUERY,
@@ -41,6 +44,7 @@ class Passage(NamedTuple):
 
     system: str
     text: str
+    media: Sequence[Medium] = ()  # in the order of their sentinels in system and text
 
 
 class ContrastiveRow(NamedTuple):
@@ -51,8 +55,11 @@ class ContrastiveRow(NamedTuple):
     negatives: list[Passage]
 
 
-def to_pair(row: JsonObject) -> tuple[Conversation, Conversation]:
-    """Return the conversations with the chosen and the rejected answer."""
+def to_pair(row: JsonObject, *, shares_texts: bool = False) -> tuple[Conversation, Conversation]:
+    """Return the conversations with the chosen and the rejected answer.
+
+    shares_texts: without a rejected answer the conversations are equal, because their images differ
+    """
     row = require_text_only(row)
     if "chosen" in row and "rejected" in row:
         chosen, rejected = _conversation(row, "chosen"), _conversation(row, "rejected")
@@ -62,6 +69,8 @@ def to_pair(row: JsonObject) -> tuple[Conversation, Conversation]:
         rejected = with_columns(from_messages(message_list(row, ("rejected_messages",)) or []), row)
     elif "rejected_response" in row:
         rejected = _replace_answer(chosen, row["rejected_response"])
+    elif shares_texts:
+        rejected = replace(chosen)
     else:
         raise UnusableRow(
             "it has no rejected answer: add rejected_response or rejected_messages, or prompt, chosen and rejected"

@@ -206,6 +206,9 @@ ROWS = {
     "swift/new_special_tokens": MESSAGES,
     "ZhipuAI/LongWriter-6k": MESSAGES | {"length": 9},
     "AI-ModelScope/LaTeX_OCR": {"image": "formula.png", "text": "x ^ { 2 }"},
+    "swift/RLAIF-V-Dataset": {
+        "question": "What is it?", "chosen": "A formula.", "rejected": "A cat.", "image": "formula.png", "idx": 9,
+    },
     "llm-wizard/alpaca-gpt4-data-zh": {"instruction": "算", "input": "输入\uff1a一", "output": "二"},
     "examples/megatron/grpo/multi_turn/frozen_lake.jsonl": {
         "messages": MESSAGES["messages"][:1], "env_config": {"name": "frozen_lake"},

@@ -117,6 +117,7 @@ def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_token
             encoders=encoders,
             image_pixels=torch.cat(pixels[False]) if pixels[False] else empty,
             video_pixels=torch.cat(pixels[True]) if pixels[True] else empty,
+            uses=torch.arange(len(media)),
             context_ranks=torch.from_numpy(context_ranks[columns]),
             positions=torch.from_numpy(rows * mine.tokens.shape[1] + local[columns]),
         ),

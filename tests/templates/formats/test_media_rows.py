@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from megaswift.templates.formats.media_rows import has_media, media_of, to_media_conversation, to_media_text
+from megaswift.templates.formats.media_rows import has_media, to_media_conversation, to_media_text
 from megaswift.templates.formats.medium import IMAGE, SENTINELS, VIDEO, to_blocks
+from megaswift.templates.formats.paired_media_rows import media_of
 from megaswift.templates.formats.schemas import ArrowRow, UnusableRow
 
 ANSWER = {"role": "assistant", "content": "a"}
@@ -86,7 +87,7 @@ def read(row: dict) -> tuple[list[str], list]:
 )  # fmt: skip
 def test_media_are_in_the_order_of_their_places(row, contents, sources) -> None:
     assert read(row) == (contents, sources)
-    assert [medium.source for medium in media_of(row, is_plain=False)] == sources
+    assert [medium.source for medium in media_of(row, "sft")] == sources
 
 
 def test_blocks_of_arrow_have_nulls_for_other_keys() -> None:
@@ -130,7 +131,7 @@ MESSAGES = {"messages": [user("<image>q"), ANSWER]}
         (MESSAGES | {"audios": ["1"]}, "it has audios, and this version trains on images and videos only"),
         (MESSAGES | {"images": ["1", None]}, "its images has an empty value"),
         (MESSAGES | {"images": "[1"}, "its images is not JSON"),
-        (MESSAGES | {"images": ["1"], "rejected_images": ["2"]}, "it has rejected_images: images .* for sft and pt"),
+        (MESSAGES | {"images": ["1"], "rejected_images": ["2"]}, "it has rejected_images, which this task"),
         (MESSAGES | {"images": ["1"], "objects": [1]}, "its objects are not an object of lists"),
         ({"messages": [user(f"{IMAGE}q"), ANSWER], "images": ["1"]}, "a character that Unicode reserves"),
         ({"messages": [user("\ufdd20\ufdd3q"), ANSWER], "images": ["1"]}, "a character that Unicode reserves"),

@@ -41,3 +41,17 @@ def checkpoint(tmp_path_factory):
         return made[family]
 
     return make
+
+
+@pytest.fixture
+def made(checkpoint):
+    return checkpoint("qwen3_vl")
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[str]:
+    """Return the paths of pictures of 4, 6 and 15 tokens."""
+    paths = [str(tmp_path / f"{number}.png") for number in range(3)]
+    for number, size in enumerate([(64, 64), (96, 64), (160, 96)]):
+        tiny_vision.picture(*size, seed=number).save(paths[number])
+    return paths

@@ -1,0 +1,145 @@
+"""Numbers of documents with images by transformers and its processor: each document alone, in fp32."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests import prepared, tiny_vision
+
+RATE, EPSILON, STEPS, BATCH = 1e-3, 1e-6, 2, 4
+COMMON = (
+    f"--lr {RATE} --lr_decay_style constant --weight_decay 0 --adam_eps {EPSILON} --train_iters {STEPS} "
+    f"--global_batch_size {BATCH} --dataset_shuffle false --train_dataloader_shuffle false --clip_grad 1e9 "
+    "--logging_steps 1 --dataloader_num_workers 0 --no_save_optim true --no_save_rng true --add_version false"
+)
+ALL = "--freeze_vit false --freeze_aligner false"
+PICTURES = 9
+
+
+class Place:
+    """A folder with a tiny Qwen3-VL, pictures, and runs on them. Equal runs are done once."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._runs = folder, {}
+        tiny_vision.qwen3_vl(folder / "qwen3")
+        for number in range(PICTURES):
+            tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(folder / f"{number}.png")
+
+    def write(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
+        (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(self, words: str, processes: int = 1, *, fails: bool = False) -> Any:
+        """Run `megatron {words}`. Returns its folder; what it printed if it fails."""
+        key = words, processes
+        if key in self._runs:
+            return self._runs[key]
+        output = self.folder / f"run-{len(self._runs)}"
+        command, _, flags = words.partition(" ")
+        done = prepared.run(
+            ["-m", "megaswift.cli.main", "megatron", *f"{command} {COMMON} {flags} --output_dir {output}".split()],
+            processes=processes,
+            cwd=self.folder,
+            environment=os.environ | {"HF_HOME": str(self.folder / "cache"), "COLUMNS": "200"},
+        )
+        printed = done.stdout + done.stderr
+        assert (done.returncode != 0) == fails, printed[-6000:]
+        self._runs[key] = printed if fails else output
+        return self._runs[key]
+
+
+def log(run: Path, *names: str) -> list[list[float]]:
+    rows = [json.loads(line) for line in (run / "logging.jsonl").read_text().splitlines()]
+    return [[row[name] for name in names] for row in rows if "loss" in row]
+
+
+class Oracle:
+    """A model of transformers with its processor. head: `score.weight` of a folder without such a class."""
+
+    def __init__(self, folder: Path, pictures: Path, *, has_head: bool = False):
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        self.processor, self.pictures = AutoProcessor.from_pretrained(folder), pictures
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        self.score: Any = None
+        if has_head:
+            weights = load_file(folder / "model.safetensors")
+            self.score = torch.nn.Parameter(weights["score.weight"])
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [*self.model.parameters(), *([] if self.score is None else [self.score])]
+
+    def inputs(self, text: str, images: Sequence[str]) -> dict[str, Tensor]:
+        from PIL import Image
+
+        opened = [Image.open(self.pictures / name).convert("RGB") for name in images]
+        return self.processor(text=[text], images=opened or None, return_tensors="pt")
+
+    def conversation(
+        self, messages: list[dict[str, str]], images: Sequence[str], *, prompt: bool = False
+    ) -> dict[str, Tensor]:
+        blocks = [{"role": message["role"], "content": blocks_of(message["content"])} for message in messages]
+        text = self.processor.apply_chat_template(blocks, tokenize=False, add_generation_prompt=prompt)
+        return self.inputs(text, images)
+
+    def log_prob(self, messages: list[dict[str, str]], images: Sequence[str]) -> Tensor:
+        """Log-probability of the last message, with the token that ends it."""
+        inputs = self.conversation(messages, images)
+        header = self.processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+        ids = inputs["input_ids"][0].tolist()
+        start = max(i for i in range(len(ids)) if ids[i : i + len(header)] == header) + len(header)
+        end = max(i for i, token in enumerate(ids) if token == self.processor.tokenizer.eos_token_id) + 1
+        log_probs = self.model(**inputs).logits[0].log_softmax(-1)
+        return log_probs[start - 1 : end - 1].gather(1, torch.tensor(ids[start:end])[:, None]).sum()
+
+    def last_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.model.model(**inputs).last_hidden_state[0, -1]
+
+    def scores(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.last_hidden(inputs) @ self.score.t()
+
+    def steps(self, rows: Sequence[Any], loss: Callable[[Sequence[Any]], tuple[Tensor, list[float]]]):
+        """Train as a run does. Returns [loss, gradient norm, further metrics of `loss`] of each step."""
+        optimizer = torch.optim.AdamW(self.parameters, lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0)
+        found = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            value, metrics = loss(rows[step * BATCH : (step + 1) * BATCH])
+            value.backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            optimizer.step()
+            found.append([value.item(), norm.item(), *metrics])
+        return found
+
+
+def blocks_of(content: str) -> list[dict[str, str]]:
+    """Return a text with tags as content blocks."""
+    first, *others = content.split("<image>")
+    blocks = [{"type": "text", "text": first}]
+    for text in others:
+        blocks += [{"type": "image"}, {"type": "text", "text": text}]
+    return [block for block in blocks if block.get("text") != ""]
+
+
+def save_with_head(source: Path, folder: Path, labels: int, problem: str | None = None) -> Path:
+    """Write a model with a random head in place of its output layer, and return its folder."""
+    import shutil
+
+    shutil.copytree(source, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    generator = torch.Generator().manual_seed(5)
+    weights["score.weight"] = torch.randn(labels, 48, generator=generator) * 0.2
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["Qwen3VLForSequenceClassification"], "problem_type": problem}
+    config["id2label"] = {str(label): f"LABEL_{label}" for label in range(labels)}
+    config["label2id"] = {name: int(label) for label, name in config["id2label"].items()}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
