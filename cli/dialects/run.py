@@ -112,7 +112,8 @@ class ForeignConfig:
             name: (value, translation.sources[name]) for name, value in translation.flags.items()
         }
         for name, values in split_words(self.words.flags)[0]:
-            flags[name] = (values if len(values) > 1 else values[0] if values else True, "command line")
+            value: OptionValue = [*values] if len(values) > 1 else values[0] if values else True
+            flags[name] = value, "command line"
         lines = [
             f"# {translation.dialect} config {translation.file}, translated: megatron {translation.command} THIS_FILE",
             *(f"# noted: {note}" for note in translation.notes),

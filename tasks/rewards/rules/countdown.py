@@ -53,8 +53,8 @@ def value_of(equation: str) -> float | None:
 
 def _value(node: ast.expr) -> float:
     match node:
-        case ast.Constant(value=int() | float()):
-            return float(node.value)
+        case ast.Constant(value=int() | float() as number):
+            return float(number)
         case ast.BinOp() if type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
         case ast.UnaryOp() if type(node.op) in SIGNS:

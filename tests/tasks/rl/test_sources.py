@@ -66,7 +66,7 @@ def test_a_source_without_a_rule(place: Place) -> None:
     write(place.folder / "left.parquet", *SOURCES)
     printed = place.megatron(place.line("--dataset left.parquet --reward_funcs by_source", "left"), code=1)
     assert "error: --reward_funcs by_source: no rule for the source 'left'. Name one, as in --source_rules" in printed
-    assert "(rules: gsm8k, math, crossthinkqa, ifeval, code, code_share, judge, none)" in printed
+    assert "(rules: gsm8k, math, crossthinkqa, countdown, ifeval, code, code_share, judge, none)" in printed
     assert "Traceback" not in printed
 
 

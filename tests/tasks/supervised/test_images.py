@@ -127,7 +127,7 @@ def test_steps_are_those_of_transformers(model, place):
     start = dict(before.named_parameters())
     for name, tensor in trained.named_parameters():
         moved = (weights[name] - start[name]).abs().max()
-        assert (tensor - weights[name]).abs().max() < 0.02 * moved + 1e-6, name
+        assert (tensor - weights[name]).abs().max() < 0.1 * moved + 1e-6, name
     for name in ("processor_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (run / f"checkpoint-{STEPS}" / name).read_bytes() == (place / model / name).read_bytes()
 
