@@ -265,7 +265,11 @@ def read_options(
     flags, hints = flags_of(options), _hints_for_other_flags(program, name, selected)
     lenient = ignores_unknown(argv[1:])
     typed, config = from_argv(argv[1:], flags, hints, ignores_unknown=lenient)
-    from_file = from_config(config, flags, hints, ignores_unknown=lenient) if config else None
+    try:
+        from_file = from_config(config, flags, hints, ignores_unknown=lenient) if config else None
+    except UsageError:
+        _check_own_config(config)
+        raise
     if foreign:
         from_file = foreign.parsed_flags(flags, hints)
     values = _typer(program, name, selected)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
@@ -276,6 +280,14 @@ def read_options(
 
         notes += check_agreement(resolved, claims)
     return resolved, sources, notes
+
+
+def _check_own_config(path: str | None) -> None:
+    """Raise UsageError for a config file of another system."""
+    from .dialects.run import find_dialect
+
+    if path and (dialect := find_dialect(path)):
+        raise UsageError(f"--config {path}: is a config of {dialect}. Run it with megatron run {path}.") from None
 
 
 @guarded_exit()

@@ -25,6 +25,14 @@ DIALECTS = {
 ROLL_ROLES = ("actor_train", "sft_train", "student", "student_train")
 
 
+def find_dialect(path: str) -> str | None:
+    """Return the dialect of a config file, or None where it is of this project or cannot be read."""
+    try:
+        return recognise(read_tree(path, [])[0], path)
+    except UsageError:
+        return None
+
+
 def recognise(tree: Tree, file: str) -> str | None:
     """Return the dialect of a config by its root keys, or None for a config of this project.
 
@@ -154,6 +162,8 @@ def translate_words(words: RunWords) -> Translation:
 
         name = system_of(tree, words.file or "")
     if name is None:
+        if not tree:
+            raise UsageError(f"{words.file}: is empty. Fix the path.")
         raise UsageError(
             f"{words.file}: a config of this project. Run it with megatron rlhf {words.file}, or pt or sft."
         )

@@ -18,6 +18,7 @@ from megaswift.cli.dialects.table import (
 )
 from megaswift.cli.dialects.translation import Default, Dialect, Translation, check, translate
 from megaswift.cli.flags import UsageError
+from megaswift.cli.main import main
 
 
 def compute(keys: Keys, translation: Translation) -> None:
@@ -151,6 +152,16 @@ def test_words_by_kind() -> None:
 )
 def test_dialects_are_recognised_by_root_keys(text: str, dialect: str | None) -> None:
     assert recognise(yaml.safe_load(text), "f") == dialect
+
+
+def test_another_command_names_the_one_for_a_dialect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("buffer: {batch_size: 2}\nexplorer: {}\n")
+    assert main("megatron", ["rlhf", str(file)]) == 2
+    assert f"--config {file}: is a config of trinity. Run it with megatron run {file}." in capsys.readouterr().err
+    file.write_text("")
+    assert main("megatron", ["run", str(file)]) == 2
+    assert f"{file}: is empty. Fix the path." in capsys.readouterr().err
 
 
 def test_a_config_that_fits_none_or_two() -> None:
