@@ -82,13 +82,13 @@ def divide_layers(options: ParallelOptions, layers: int) -> list[int]:
     layers: of the model. Raises ValueError if the options do not divide them.
     """
     if options.pipeline_model_parallel_layout is not None:
-        divided = [chunk.count("t") for chunk in _chunks(options, options.pipeline_model_parallel_layout)]
-        if sum(divided) != layers:
+        layer_counts = [chunk.count("t") for chunk in _chunks(options, options.pipeline_model_parallel_layout)]
+        if sum(layer_counts) != layers:
             raise ValueError(
-                f"--{LAYOUT} {options.pipeline_model_parallel_layout}: has {sum(divided)} layers (t), and the model "
-                f"has {layers}. Set {layers}."
+                f"--{LAYOUT} {options.pipeline_model_parallel_layout}: has {sum(layer_counts)} layers (t), and the "
+                f"model has {layers}. Set {layers}."
             )
-        return divided
+        return layer_counts
     stages, chunks = options.pipeline_model_parallel_size, virtual_pipeline_size(options) or 1
     first, last = (getattr(options, name) for name in UNEVEN)
     flags = "".join(f", --{name} {value}" for name in UNEVEN if (value := getattr(options, name)) is not None)
@@ -115,7 +115,7 @@ def divide_layers(options: ParallelOptions, layers: int) -> list[int]:
     middle = inner // inner_stages if inner_stages else 0
     sizes = [middle] * stages
     sizes[0], sizes[-1] = sizes[0] if first is None else first, sizes[-1] if last is None else last
-    divided = [size // chunks for size in sizes] * chunks
-    divided[0] -= "embedding" in accounted
-    divided[-1] -= "loss" in accounted
-    return divided
+    layer_counts = [size // chunks for size in sizes] * chunks
+    layer_counts[0] -= "embedding" in accounted
+    layer_counts[-1] -= "loss" in accounted
+    return layer_counts

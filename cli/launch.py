@@ -183,7 +183,7 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str], *,
         return
     command, variables = torchrun_launch(processes, argv, settings, output=output)
     print(f"Starting {plural(processes.per_node, 'process')}", file=sys.stderr, flush=True)
-    os.environ |= variables | console.handover_env()  # with the line above
+    os.environ |= variables | console.handover_env()  # includes the line above
     os.execv(sys.executable, command)
 
 

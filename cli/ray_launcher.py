@@ -32,7 +32,7 @@ from .supervisor import FORWARDED, SERVER_PATIENCE, TRAINER_PATIENCE, report_err
 
 ROOM_PATIENCE = 60.0  # seconds to wait for free CPUs and GPUs of the cluster
 READ_SECONDS = 0.5  # longest wait of an actor for output
-EXIT_STOPPED = 75  # of tasks/distributed/signals.py, which imports torch: all nodes are about to end
+EXIT_STOPPED = 75  # as in tasks/distributed/signals.py, which imports torch: all nodes are about to end
 STOP_PATIENCE = 600.0  # seconds for the other nodes to save
 # Variables of the driver's machine. The others go to all processes, as if set on each node.
 LOCAL_VARIABLES = (
@@ -171,7 +171,7 @@ class Hosted:
 
     name: str
     actor: Any
-    prefix: str = ""  # of its lines in the terminal
+    prefix: str = ""  # begins its lines in the terminal
     log: Path | None = None  # file for its output, instead of the terminal
     code: int | None = None
     unfinished_line: str = ""
@@ -195,7 +195,7 @@ class RayRun:
         self._ray, self._uses_gpus, self._output = ray, uses_gpus, output
         self._nodes: list[Hosted] = []
         self._servers: list[Hosted] = []
-        self._addresses: list[str] = []  # of the nodes, then of the servers
+        self._addresses: list[str] = []  # nodes first, then servers
         self._group: Any = None
         self._received: list[int] = []  # signals, not sent on yet
         self._is_stopping = False

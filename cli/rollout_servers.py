@@ -37,7 +37,7 @@ class Placement:
         """
         engine = group_of(options, EngineOptions)
         if engine is None or not engine.rollout_num_gpus or started_servers():
-            return cls(gpus, [])  # with started servers: this training process sees only the GPUs of training
+            return cls(gpus, [])  # servers run: this process sees only the GPUs of training
         count, size = engine.rollout_num_gpus, engine.vllm_tensor_parallel_size
         flag = f"--rollout_num_gpus {count}"
         if under_torchrun():
@@ -72,7 +72,7 @@ class RolloutServer:
     number: int  # from 1
     size: int  # its GPUs, or processes on a CPU
     gpus: list[str]  # empty: on a CPU, or chosen by Ray
-    flags: list[str]  # of `swift rollout`, but for host and port
+    flags: list[str]  # flags of `swift rollout`, but for host and port
 
     @property
     def name(self) -> str:

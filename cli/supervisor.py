@@ -50,7 +50,7 @@ def run_with_servers(
     Raises UsageError if MASTER_PORT cannot be used.
     """
     check_port(processes)
-    key = secrets.token_urlsafe(24)  # of this run alone: nobody else is to use its servers
+    key = secrets.token_urlsafe(24)  # a new one: nobody else is to use this run's servers
     with contextlib.ExitStack() as reserved, Supervisor(output) as supervisor:
         ports = free_ports(len(servers), reserved)
         addresses = StartedServers([f"http://{HOST}:{port}" for port in ports], key)

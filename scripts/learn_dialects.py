@@ -31,9 +31,9 @@ LOGGED = "--logging_steps 1 --dataloader_num_workers 0 --no_save_optim true"
 class DialectRun(NamedTuple):
     """Config in another system's words, and our flags for the same training."""
 
-    words: str  # of `megatron run`
-    flags: str  # of `megatron rlhf`; one that is missing here is a default
-    processes: int  # of the flags; a config says it
+    words: str  # words of `megatron run`
+    flags: str  # the same in flags of `megatron rlhf`
+    processes: int  # NPROC_PER_NODE beside the flags; a config says it
     file: tuple[str, str] | None = None  # name and text of a config to write; {base}: the model
 
 
@@ -191,14 +191,16 @@ def main(folder: Path, names: list[str]) -> int:
         run = RUNS[name]
         if run.file:
             (folder / run.file[0]).write_text(run.file[1].replace("{base}", base))
-        theirs = train(folder, ["run", *run.words.replace("{base}", base).split()], name, None)
+        config_steps = train(folder, ["run", *run.words.replace("{base}", base).split()], name, None)
         flags = f"rlhf --model {base} {run.flags}".split()
-        ours = train(folder, flags, f"{name}-flags", run.processes)
-        rewards = [step["reward"] for step in theirs if "reward" in step]  # of each generation
-        is_equal = theirs == ours and len(rewards) == GENERATIONS
+        flag_steps = train(folder, flags, f"{name}-flags", run.processes)
+        rewards = [step["reward"] for step in config_steps if "reward" in step]  # one per generation
+        is_equal = config_steps == flag_steps and len(rewards) == GENERATIONS
         is_good = is_good and is_equal
         text = " ".join(f"{reward:.4f}" for reward in rewards)
-        table.append(f"{name:<12}{text}{'' if is_equal else f'  WRONG: by flags {ours}, by the config {theirs}'}")
+        table.append(
+            f"{name:<12}{text}{'' if is_equal else f'  WRONG: by flags {flag_steps}, by the config {config_steps}'}"
+        )
     print(f"\n{'':<12}rewards of the generations, by the config as by flags", *table, sep="\n")
     return 0 if is_good else 1
 

@@ -20,6 +20,7 @@ from .batching.stream_cursor import Cursor
 from .batching.streaming import StreamShard, TokenStream
 from .cache import cache_root
 from .dataset.cache_entry import open_or_build
+from .dataset.dropped_rows import DroppedRows
 from .dataset.files import RowSource
 from .dataset.mixture import Mixture
 from .dataset.packing import pack
@@ -27,7 +28,8 @@ from .dataset.random_access import readable_by_row
 from .dataset.report import describe_packs, describe_sample, describe_source, describe_store
 from .dataset.selection import select_rows, split_rows
 from .dataset.sources import open_sources
-from .dataset.store import DroppedRows, TokenFile, TokenStore, record_batch
+from .dataset.store import TokenFile, TokenStore
+from .dataset.token_format import record_batch
 from .dataset.tokenize import Encoder, Row
 from .formats.columns import nested_names
 from .formats.medium import Medium

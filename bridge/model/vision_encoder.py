@@ -280,7 +280,7 @@ class VisionEncoder:
         # NumPy's repeat: torch's starts a thread per core, and took 77 to 171 ms a step beside data workers (16 cores).
         owners = torch.from_numpy(np.repeat(encoders[uses], counts))
         offsets = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        indices = torch.from_numpy(np.repeat(starts[uses], counts) + offsets)  # of each token's feature, by its owner
+        indices = torch.from_numpy(np.repeat(starts[uses], counts) + offsets)  # a token's feature, among its owner's
         rows, positions = batch.positions // batch.local_length, batch.positions % batch.local_length
         length = batch.local_length // self.tensor if self.sequence_parallel else batch.local_length
         tensor_ranks, hidden = positions // length, positions % length * batch.rows + rows

@@ -10,7 +10,7 @@ from ..flags import UsageError, show
 ADDRESS_FLAGS = (
     "vllm_server_host", "vllm_server_base_url", "vllm_server_port", "vllm_server_api_key", "server_reconnect_timeout",
 )  # fmt: skip
-TIMEOUT_SHARE = 0.8  # of --ddp_timeout: seconds to wait for servers whose end would be noticed at once
+TIMEOUT_SHARE = 0.8  # share of --ddp_timeout to wait for servers, whose end would be noticed at once
 
 
 def check_rollout_servers(options: GrpoOptions | GkdOptions, sources: Mapping[str, str]) -> None:

@@ -261,7 +261,7 @@ def _set_intervals(keys: Keys, translation: Translation, trainer: str) -> None:
         translation.set("save_steps", NEVER, f"{keys.source('training.save_steps')}: the last step alone")
     if keys.boolean("training.save_final_model", True) is False:
         translation.note(keys, "training.save_final_model", "the last step is always saved")
-    is_megatron = trainer == "MEGATRON_GRPO"  # which evaluates whatever eval_strategy says
+    is_megatron = trainer == "MEGATRON_GRPO"  # it evaluates whatever eval_strategy says
     strategy = keys.text("training.eval_strategy", "steps" if is_megatron else "no").lower()
     interval = keys.integer("training.eval_steps", 500)
     if not keys.names("data.validation.datasets"):
@@ -320,7 +320,7 @@ def _set_batches(keys: Keys, translation: Translation, table: str) -> None:
         key = f"{table}.num_generations"
         translation.set("num_generations", count, keys.source(key) if key in keys else f"Oumi's default of {key}")
         if total <= 0 or count <= 0:
-            return  # which the flags refuse by themselves
+            return  # the flags' own checks refuse it
         generations = math.lcm(total, count) // total
         translation.set("steps_per_generation", generations, f"whole prompts: lcm({total}, {count}) / {total}")
         if generations > 1:

@@ -10,8 +10,8 @@ from .translation import Translation
 
 # Names of Oumi's registry -> hub id.
 REGISTERED = {"gsm8k": "openai/gsm8k", "countdown": "d1shs0ap/countdown", "letter_count": "oumi-ai/oumi-letter-count"}
-PREPARED = {"openai/gsm8k": "openai/gsm8k:verl"}  # with the prompts that Oumi makes of it for RL
-REWARDS = {"openai/gsm8k": "gsm8k", "d1shs0ap/countdown": "countdown"}  # of data that Oumi has a reward for
+PREPARED = {"openai/gsm8k": "openai/gsm8k:verl"}  # dataset -> the preset with Oumi's prompts for RL
+REWARDS = {"openai/gsm8k": "gsm8k", "d1shs0ap/countdown": "countdown"}  # dataset -> its reward in Oumi
 RULES = ("gsm8k", "countdown")
 # Python functions in Oumi's registry of rewards.
 FUNCTIONS = ("count_letters", "soft_20tokens_completions", "rubric", "rlvr_rubric")

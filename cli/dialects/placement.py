@@ -65,7 +65,7 @@ class RolePlacement:
     nodes: int
     mode: Literal["colocate", "server"]
     servers: int = 0  # GPUs of engines apart from training
-    is_one_node: bool = True  # whether these are on the node of training
+    is_one_node: bool = True  # the servers are on the node of training
     note: str = ""  # difference from the engines' mapping
 
 

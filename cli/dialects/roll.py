@@ -26,7 +26,7 @@ PIPELINES = {  # by the trained role
     "actor_train": Pipeline("actor_train", "actor_infer", translate_rlvr),
 }
 PREFERENCES = Pipeline("actor_train", None, translate_dpo)
-GENERATES = ("actor_infer", "rewards", "rollout_batch_size")  # of the pipelines of actor_train, RLVR alone has these
+GENERATES = ("actor_infer", "rewards", "rollout_batch_size")  # keys of the one pipeline with actor_train that generates
 TRACKERS = {"wandb": "wandb", "swanlab": "swanlab"}  # track_with -> beginning of flags
 
 
@@ -38,7 +38,7 @@ def _compute(keys: Keys, translation: Translation) -> None:
     refused = list(translation.refused)
     pipeline.translate(keys, translation, pipeline)
     if is_agentic:
-        translation.refused = refused  # what else would be refused is of no use without environments
+        translation.refused = refused  # without environments the other errors are of no use
     _set_run(keys, translation)
     _set_tracking(keys, translation)
 

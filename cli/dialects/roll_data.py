@@ -22,8 +22,8 @@ def set_data(keys: Keys, translation: Translation, role: str) -> None:
         translation.set("dataset", list[Scalar](files), keys.source(key))
     else:
         translation.refused.append(f"{key}: missing. Set one or more files")
-    own = f"{role}.data_args.template"
-    key = "global_template" if "global_template" in keys else own
+    template_key = f"{role}.data_args.template"
+    key = "global_template" if "global_template" in keys else template_key
     template = keys.text(key, "native")
     if template not in TEMPLATES:
         text = "only the tokenizer's own chat template. Write it to the model's chat_template.jinja, and set native"
@@ -115,8 +115,8 @@ def _set_sampling(view: Keys, translation: Translation, completion_length: int) 
 
 def set_teacher_model(keys: Keys, translation: Translation) -> None:
     """Set the teacher."""
-    own = "teacher.model_args.model_name_or_path"
-    key = own if own in keys else "teacher_pretrain"
+    teacher = "teacher.model_args.model_name_or_path"
+    key = teacher if teacher in keys else "teacher_pretrain"
     model = keys.take(key)
     keys.take("teacher_pretrain")
     if model is None:

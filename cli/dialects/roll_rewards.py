@@ -14,7 +14,7 @@ RULES = {  # class of a worker -> rule of --reward_funcs by_source
     "CodeSandboxRewardWorker": "code",
     "LLMJudgeRewardWorker": "judge",
 }
-DEFAULT_DOMAIN = "math_rule"  # of rows whose tag no domain includes
+DEFAULT_DOMAIN = "math_rule"  # a row's domain where none includes its tag
 JUDGE_PROMPTS = ("Qwen2.5-7B-Instruct-RLVR-prompt",)  # ask for YES or NO, as --judge_prompt does by default
 SHORTEST = 4  # letters of a tag's first word that may be anywhere in the name of a file
 RULE_KEYS = {  # keys of one rule -> (the rule, the only value, why)
@@ -59,8 +59,8 @@ def _rule(keys: Keys, translation: Translation, domain: str) -> str | None:
         return None
     name = keys.text(key, "").rpartition(".")[2]
     if name not in RULES:
-        known = ", ".join(RULES)
-        translation.refuse(keys, key, f"its rule is not known. Set one of {known}, or write a reward (docs/grpo.md)")
+        rules = ", ".join(RULES)
+        translation.refuse(keys, key, f"its rule is not known. Set one of {rules}, or write a reward (docs/grpo.md)")
         return None
     if RULES[name] == "ifeval":
         translation.note(keys, key, "the rule is IFEval's alone; ROLL's also takes up to 0.5 off for repetitions")
@@ -72,8 +72,8 @@ def _set_details(view: Keys, translation: Translation, rule: str | None) -> None
     for name, (owner, value, fix) in RULE_KEYS.items():
         if name not in view:
             continue
-        given = view.take(name)
-        if rule != owner or given == value:
+        value_of_domain = view.take(name)
+        if rule != owner or value_of_domain == value:
             translation.ignore(view, name, "as the rule does" if rule == owner else f"read by the rule {owner} alone")
         else:
             translation.refuse(view, name, f"not supported. {fix}")

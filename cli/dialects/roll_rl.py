@@ -31,7 +31,7 @@ GROUP: tuple[str | None, ...] = ("group", "group")
 class RolloutSteps:
     """Completions that are drawn at a time, and the steps that train on them."""
 
-    completions: int  # of a prompt
+    completions: int  # per prompt
     steps: int  # passes over the completions included
 
     def times(self, translation: Translation, keys: Keys, key: str) -> str:
@@ -166,8 +166,8 @@ def _set_advantages(keys: Keys, translation: Translation, generation: RolloutSte
     source = ", ".join(translation.source(keys, name) for name in names if name in keys)
     flags = ADVANTAGES.get((estimator, norms[0], norms[1]))
     if flags is None and estimator in ("reinforce", "gae"):
-        known = [f"{mean} and {std}" for name, mean, std in ADVANTAGES if name == estimator]
-        text = f"with adv_estimator {estimator} both must be one of {', '.join(known)}".replace("None", "null")
+        choices = [f"{mean} and {std}" for name, mean, std in ADVANTAGES if name == estimator]
+        text = f"with adv_estimator {estimator} both must be one of {', '.join(choices)}".replace("None", "null")
         for name in names:
             if name in keys:
                 translation.refuse(keys, name, text)

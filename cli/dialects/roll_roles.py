@@ -57,23 +57,23 @@ def set_placement(
     beside: other roles; trains: whether the first of them is trained, too
     """
     gpus = keys.integer("num_gpus_per_node", 8)
-    own = devices_of(keys, translation, role)
+    role_devices = devices_of(keys, translation, role)
     others = {name: devices for name in beside if (devices := devices_of(keys, translation, name))}
-    trained = [*(own or [0]), *(others.get(beside[0], ()) if trains else ())]
-    if own is None and f"{role}.device_mapping" not in keys:
+    trained = [*(role_devices or [0]), *(others.get(beside[0], ()) if trains else ())]
+    if role_devices is None and f"{role}.device_mapping" not in keys:
         translation.refused.append(f"{role}.device_mapping: missing. Set it to the GPUs of training")
     engines = devices_of(keys, translation, engine) if engine else None
-    engines = engines if own else None  # nothing is known to be in them, or beside them
+    engines = engines if role_devices else None  # nothing is known to be in them, or beside them
     try:
         placement = place(trained, engines, max(gpus, 1))
     except MappingError as error:
-        which = engine if engine and engines and "GPUs train" in str(error) else role
-        translation.refuse(keys, f"{which}.device_mapping", str(error))
+        refused_role = engine if engine and engines and "GPUs train" in str(error) else role
+        translation.refuse(keys, f"{refused_role}.device_mapping", str(error))
         placement = place(range(1), None, 1)
     translation.processes, translation.nodes = placement.processes, placement.nodes
     if placement.note:
         translation.note(keys, f"{engine}.device_mapping", placement.note)
-    for name in differing_roles(trained, others | ({role: own} if own else {})):
+    for name in differing_roles(trained, others | ({role: role_devices} if role_devices else {})):
         text = f"on all {placement.processes} GPUs of training, by turns, with the same numbers"
         translation.note(keys, f"{name}.device_mapping", text)
     return placement
@@ -296,13 +296,15 @@ def set_critic(keys: Keys, translation: Translation, trained: str, step: Optimiz
         keys.take(key)
     translation.set("critic_lr", args.number("learning_rate", 5e-5), translation.source(args, "learning_rate"))
     for name, default in CRITIC_ALIKE:
-        ours = policy.peek(name)
-        if name not in args and show(default) == show(default if ours is None else ours):
+        policy_value = policy.peek(name)
+        if name not in args and show(default) == show(default if policy_value is None else policy_value):
             continue
-        if _alike(name, args.take(name, default), default if ours is None else ours):
+        if _alike(name, args.take(name, default), default if policy_value is None else policy_value):
             translation.ignore(args, name, "as the policy's")
         else:
-            text = f"the critic is trained as the policy, with {show(default if ours is None else ours)}"
+            text = (
+                f"the critic is trained as the policy, with {show(default if policy_value is None else policy_value)}"
+            )
             translation.refuse(args, name, f"{text}. Set it to this")
     layout = layout_of(keys, "critic")
     micro, accumulation = args.integer(sizes[0], 8), args.integer(sizes[1], 1)
@@ -378,11 +380,11 @@ def _compare_model(keys: Keys, translation: Translation, role: str, trained: str
         else:
             translation.refuse(keys, model, "the engine has the trained model's weights. Remove it")
     if dtype in keys:
-        ours = keys.peek(f"{trained}.model_args.dtype") or "bf16"
-        if keys.take(dtype) == ours:
+        policy_dtype = keys.peek(f"{trained}.model_args.dtype") or "bf16"
+        if keys.take(dtype) == policy_dtype:
             translation.ignore(keys, dtype, "as the trained model's")
         else:
-            translation.note(keys, dtype, f"the engine has the trained model's type, {ours}")
+            translation.note(keys, dtype, f"the engine has the trained model's type, {policy_dtype}")
 
 
 def _size_key(view: Keys, name: str) -> str:

@@ -234,7 +234,7 @@ VLLM_FLAGS = {
     "enforce_eager": "vllm_enforce_eager", "disable_cuda_graph": "vllm_enforce_eager",
     "enable_prefix_caching": "vllm_enable_prefix_caching", "sleep_level": "sleep_level",
 }  # fmt: skip
-VLLM_FIELDS = (  # of EngineArgs
+VLLM_FIELDS = (  # fields of EngineArgs
     "max_num_batched_tokens", "enable_chunked_prefill", "disable_custom_all_reduce", "disable_cascade_attn",
     "compilation_config", "attention_backend", "async_scheduling",
 )  # fmt: skip

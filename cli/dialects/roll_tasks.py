@@ -45,10 +45,10 @@ class Pipeline:
 
 
 def set_model(keys: Keys, translation: Translation, role: str, pretrain: str) -> None:
-    own = f"{role}.model_args.model_name_or_path"
-    key = own if own in keys else pretrain
+    role_key = f"{role}.model_args.model_name_or_path"
+    key = role_key if role_key in keys else pretrain
     model = keys.take(key)
-    keys.take(own)
+    keys.take(role_key)
     keys.take(pretrain)
     if model is None:
         translation.refused.append(f"{pretrain}: missing. Set it to the model to train")

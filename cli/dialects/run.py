@@ -170,8 +170,8 @@ def translate_words(words: RunWords) -> Translation:
     keys = Keys(tree, words.file or "command line", frozenset(_key(word) for word in words.overrides))
     translation = translate(load_dialect(name), keys)
     translation.refused[:0] = problems
-    given = {word.partition("=")[0].removeprefix("--") for word in words.flags if word.startswith("--")}
-    translation.refused += [text for flag, text in translation.needed_flags.items() if flag not in given]
+    typed_flags = {word.partition("=")[0].removeprefix("--") for word in words.flags if word.startswith("--")}
+    translation.refused += [text for flag, text in translation.needed_flags.items() if flag not in typed_flags]
     return translation
 
 

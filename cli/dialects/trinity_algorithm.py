@@ -13,7 +13,7 @@ KEY = "algorithm.algorithm_type"
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What `algorithm_type` stands for, which other keys of `algorithm` may change."""
+    """Meaning of an `algorithm_type`, which other keys of `algorithm` may change."""
 
     kind: str  # value of --rlhf_type; "": sft
     repeat_times: int = 2
@@ -124,11 +124,11 @@ def find_algorithm(keys: Keys, translation: Translation) -> Algorithm | None:
 
 def set_preference(keys: Keys, translation: Translation) -> None:
     """Set DPO's loss, whose beta Trinity-RFT's documentation has in kl_loss_fn_args."""
-    own, other = "algorithm.policy_loss_fn_args.beta", "algorithm.kl_loss_fn_args.kl_coef"
-    key = own if own in keys else other
+    beta_key, coefficient_key = "algorithm.policy_loss_fn_args.beta", "algorithm.kl_loss_fn_args.kl_coef"
+    key = beta_key if beta_key in keys else coefficient_key
     translation.set("beta", keys.number(key, 0.1), translation.source(keys, key))
-    if own in keys and keys.number(other, keys.number(own)) != keys.number(own):
-        translation.refuse(keys, other, f"is not {own}. Remove one of them")
+    if beta_key in keys and keys.number(coefficient_key, keys.number(beta_key)) != keys.number(beta_key):
+        translation.refuse(keys, coefficient_key, f"is not {beta_key}. Remove one of them")
     key = "algorithm.policy_loss_fn_args.label_smoothing"
     translation.set("label_smoothing", keys.number(key, 0.0), translation.source(keys, key))
     keys.text("algorithm.kl_loss_fn")
@@ -221,7 +221,7 @@ def _set_clipping(arguments: Keys, translation: Translation, name: str) -> None:
     if name != "ppo":
         return
     bound = arguments.number("clip_ratio_c", 3.0)
-    flag = "delta" if bound > 1 + bounds["clip_range_high"] else "dual_clip"  # which are equal there
+    flag = "delta" if bound > 1 + bounds["clip_range_high"] else "dual_clip"  # equal up to that bound
     translation.set(flag, bound, translation.source(arguments, "clip_ratio_c"))
 
 

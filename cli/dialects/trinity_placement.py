@@ -12,11 +12,11 @@ def set_placement(keys: Keys, translation: Translation, algorithm: Algorithm, *,
     """Set the training processes and the engines, and return the number of the first."""
     mode = keys.text("mode", "both")
     if (mode not in ("both", "colocate", "train")) or (mode == "train") != is_supervised:
-        wanted = "train" if is_supervised else "both"
+        needed_mode = "train" if is_supervised else "both"
         translation.refuse(
-            keys, "mode", f"with algorithm_type {keys.peek(KEY) or 'ppo'} only {wanted} is supported. Set it"
+            keys, "mode", f"with algorithm_type {keys.peek(KEY) or 'ppo'} only {needed_mode} is supported. Set it"
         )
-        mode = wanted
+        mode = needed_mode
     nodes, per_node = keys.integer("cluster.node_num", 1), keys.integer("cluster.gpu_per_node", 8)
     teacher_gpus = sum(
         keys.integer(f"{table}.engine_num", 1) * keys.integer(f"{table}.tensor_parallel_size", 1)

@@ -15,7 +15,7 @@ class Generation:
     """A generation: completions that are drawn at a time, and the steps that train on them."""
 
     prompts: int
-    completions: int  # of a prompt
+    completions: int  # per prompt
     steps: int  # passes over the completions included
     text: str  # arithmetic of `steps`, for sources
 
@@ -161,18 +161,20 @@ def set_schedule(keys: Keys, translation: Translation, generation: Generation) -
         translation.refuse(optim, "betas", "two numbers are needed")
     for flag, beta in zip(("adam_beta1", "adam_beta2"), betas, strict=False):
         translation.set(flag, beta, optim.source("betas"))
-    own, other = f"{ACTOR}.optim.clip_grad", f"{ACTOR}.grad_clip"
-    clip = keys.number(own)
+    optimizer_key, actor_key = f"{ACTOR}.optim.clip_grad", f"{ACTOR}.grad_clip"
+    clip = keys.number(optimizer_key)
     if clip is not None:
-        translation.set("clip_grad", clip, keys.source(own))
-        if other in keys and keys.number(other) != clip:
-            translation.note(keys, other, f"gradients are clipped at optim.clip_grad {clip:g}, as Megatron actors do")
-        elif other in keys:
-            translation.ignore(keys, other, "as optim.clip_grad")
-    elif other in keys:
-        value = keys.number(other, 1.0)
-        translation.set("clip_grad", value, keys.source(other))
+        translation.set("clip_grad", clip, keys.source(optimizer_key))
+        if actor_key in keys and keys.number(actor_key) != clip:
+            translation.note(
+                keys, actor_key, f"gradients are clipped at optim.clip_grad {clip:g}, as Megatron actors do"
+            )
+        elif actor_key in keys:
+            translation.ignore(keys, actor_key, "as optim.clip_grad")
+    elif actor_key in keys:
+        value = keys.number(actor_key, 1.0)
+        translation.set("clip_grad", value, keys.source(actor_key))
         if value != 1.0:
             system = translation.dialect
             text = f"{system}'s Megatron actor reads optim.clip_grad (1.0) instead; here it clips at {value:g}"
-            translation.note(keys, other, text)
+            translation.note(keys, actor_key, text)

@@ -39,9 +39,9 @@ def set_data(keys: Keys, translation: Translation) -> bool:
         for flag in ("train_dataloader_shuffle", "dataset_shuffle"):
             translation.set(flag, is_shuffled, data.source("shuffle"))
     columns = {}
-    for name, ours in (("prompt_key", "prompt"), ("reward_fn_key", "data_source")):
-        if data.text(name, ours) != ours:
-            columns[data.peek(name)] = ours
+    for name, column in (("prompt_key", "prompt"), ("reward_fn_key", "data_source")):
+        if data.text(name, column) != column:
+            columns[data.peek(name)] = column
     if columns:
         translation.set(
             "columns", columns, ", ".join(data.source(n) for n in ("prompt_key", "reward_fn_key") if n in data)

@@ -232,9 +232,9 @@ def _set_role(keys: Keys, translation: Translation, role: str, table: str, *, is
     parked = {"ref": "offload_ref_model", "critic": "offload_critic"}[role]
     names = (*SIZES, "virtual_pipeline_model_parallel_size", "param_offload", "grad_offload", "optimizer_offload",
              "use_dist_checkpointing", "dist_checkpointing_path")  # fmt: skip
-    given = [name for name in names if f"{table}.{name}" in keys]
+    set_names = [name for name in names if f"{table}.{name}" in keys]
     if not is_used:
-        for name in given:
+        for name in set_names:
             translation.ignore(keys, f"{table}.{name}", f"there is no {'reference' if role == 'ref' else 'critic'}")
         return
     for size in SIZES:

@@ -18,7 +18,7 @@ from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
 from ...templates.batching.prompt_dataloader import Prompt, Prompts
-from ...templates.dataset.store import Document
+from ...templates.dataset.placed_media import Document
 from ..distributed.collectives import run_on_all_ranks
 from ..losses.distillation import distillation_loss
 from ..options import GkdOptions

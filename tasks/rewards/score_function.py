@@ -23,7 +23,7 @@ class ScoreFunction:
 
     def __init__(self, function: Callable):
         self._function = function
-        self.__module__ = function.__module__  # which tells a plugin's rewards from built-in ones
+        self.__module__ = function.__module__  # it tells a plugin's rewards from built-in ones
         self._takes_info = "extra_info" in inspect.signature(function).parameters
 
     def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:

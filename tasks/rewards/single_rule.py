@@ -12,7 +12,7 @@ class SingleRule:
     """Reward that scores every row by one rule."""
 
     required_alternatives = (TRUTH_COLUMNS[:3],)
-    name: str  # of RULES
+    name: str  # key of RULES
 
     def __init__(self, args: RewardOptions):
         self._rule = RULES[self.name](args)

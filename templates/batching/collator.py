@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..dataset.packing import round_up
-from ..dataset.store import Document, TokenizedSample
+from ..dataset.placed_media import Document
+from ..dataset.samples import TokenizedSample
 from ..formats.schemas import UNGROUPED, Stage
 from ..media.processor import VisionProcessor
 from .media_batch import MediaBatch
@@ -190,7 +191,7 @@ class BatchLayout:
         assert self.vision is not None, "samples with media need a vision processor"
         selected = slice(None) if part is None else slice(part, part + 1)
         media_by_sample = [sample.media_by_document[selected] for pack in packs for sample in pack]
-        samples = [number for number, media in enumerate(media_by_sample) for _ in media]  # of each document
+        samples = [number for number, media in enumerate(media_by_sample) for _ in media]  # one per document
         placed_media = list(chain.from_iterable(media_by_sample))
         if not any(placed_media):
             return self.batch(documents, loss_tokens, row_length), documents

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..dataset.store import TokenizedSample, TokenStore
+from ..dataset.samples import TokenizedSample
+from ..dataset.store import TokenStore
 from ..formats.schemas import UNGROUPED
 from ..json_types import JsonObject
 from ..machine import end_with_parent

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ..dataset.packing import pack
-from ..dataset.store import TokenizedSample
+from ..dataset.samples import TokenizedSample
 from .collator import Batch, BatchLayout, GlobalTotals, loss_weight
 
 

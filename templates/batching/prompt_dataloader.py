@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..dataset.store import Document, TokenStore
+from ..dataset.placed_media import Document
+from ..dataset.store import TokenStore
 from ..json_types import JsonObject
 from .collator import BatchLayout
 from .sample_order import Epochs

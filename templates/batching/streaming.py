@@ -12,10 +12,11 @@ from itertools import count, groupby, islice
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ..dataset.dropped_rows import DroppedRows
 from ..dataset.files import RowSource
 from ..dataset.packing import pack
 from ..dataset.placed_media import concatenated_media, expand
-from ..dataset.store import DroppedRows, Runs, TokenizedSample
+from ..dataset.samples import Runs, TokenizedSample
 from ..dataset.tokenize import Encoder, Row
 from ..formats.schemas import Stage
 from ..json_types import JsonObject

@@ -17,7 +17,9 @@ import pyarrow as pa
 from xxhash import xxh3_128
 
 from ..machine import is_alive, process_scope
-from .store import CHECKSUM, MEDIA_SCHEMA, SCHEMA, DroppedRows, TokenFile
+from .dropped_rows import DroppedRows
+from .store import CHECKSUM, TokenFile
+from .token_format import MEDIA_SCHEMA, SCHEMA
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,10 @@ import numpy as np
 from ..formats.schemas import POOLED, PROMPTED, UNGROUPED, Stage
 from ..plural import plural
 from ..tokenizer import Tokenizer
+from .dropped_rows import DroppedRows
 from .packing import Packs
-from .store import Document, DroppedRows, TokenStore
+from .placed_media import Document
+from .store import TokenStore
 
 OPEN, CLOSE = "⟦", "⟧"  # around trained tokens
 SHOWN = 4000  # most characters of a document in the report

@@ -1,206 +1,31 @@
-"""Tokens of samples on disk: their Arrow schema, and readers that map the files into memory.
+"""Tokens of samples on disk: readers that map the files into memory.
 
-The folder of a file has `tokens.arrow` (an Arrow file, one row per sample) and `manifest.json` (its size and checksum,
-and the dropped rows with their reasons). `cache_entry` writes it.
+token_format.py has their schema. The folder of a file has `tokens.arrow` (an Arrow file, one row per sample) and
+`manifest.json` (its size and checksum, and the dropped rows with their reasons). `cache_entry` writes it.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from xxhash import xxh3_128
 
 from ..formats.medium import MediaKind, Medium
-from ..formats.schemas import Stage, UnusableRow
+from ..formats.schemas import Stage
 from ..json_types import JsonObject
 from ..media.processor import MediaPlan
-from ..plural import plural
+from .dropped_rows import DroppedRows
 from .packing import round_up
-from .placed_media import Document, PlacedMedium, concatenated_media, expand
+from .placed_media import Document, PlacedMedium, expand
+from .token_format import LIST_COLUMNS, MEDIA_COLUMNS, MEDIA_KINDS, NUMPY_TYPES, SCHEMA, flat_lists, to_numpy
 
 CHECKSUM = "xxh3_128"  # key in the manifest: hexadecimal hash of tokens.arrow
 BLOCK = 8 * 2**20  # bytes read at a time
-FORMAT = 6  # part of every cache key: increase it when the stored data changes
-
-SCHEMA = pa.schema(
-    {
-        "input_ids": pa.list_(pa.int32()),  # of all documents of the sample
-        "run_lengths": pa.list_(pa.int32()),  # loss weights, run-length encoded
-        "run_weights": pa.list_(pa.float32()),
-        "document_lengths": pa.list_(pa.int32()),
-        "label": pa.list_(pa.float32()),
-        "columns": pa.list_(pa.uint8()),  # prompts: columns of the row, as JSON; sft, pt: the row's channel, as text
-        "length": pa.int32(),
-        "weight": pa.float64(),  # first document: sum of the loss weights without its first token's
-        "trained": pa.int32(),  # first document: trained tokens except the first token, which is not predicted
-        "row": pa.int64(),  # number of the sample's row in the source
-    }
-)
-LIST_COLUMNS = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
-# Further columns of entries made with a vision processor: the media of a sample's documents.
-# `input_ids` and the runs have one placeholder for each medium; `length` and `document_lengths` count all its tokens.
-MEDIA_FIELDS = [
-    pa.field("media_kinds", pa.list_(pa.uint8())),  # index in MEDIA_KINDS
-    pa.field("media_places", pa.list_(pa.int32())),  # of the placeholder in input_ids
-    pa.field("media_numbers", pa.list_(pa.int32())),  # among the media of the row
-    pa.field("media_tokens", pa.list_(pa.int32())),  # visual tokens
-    pa.field("media_time_steps", pa.list_(pa.int32())),
-    pa.field("media_grids", pa.list_(pa.int32())),  # three numbers of each medium
-    pa.field("expansion_lengths", pa.list_(pa.int32())),  # 0: as many placeholders as visual tokens
-    pa.field("expansions", pa.list_(pa.int32())),  # ids that replace placeholders
-]
-MEDIA_SCHEMA = pa.schema([*SCHEMA, *MEDIA_FIELDS])
-MEDIA_COLUMNS = [field.name for field in MEDIA_FIELDS]
-MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video")
-NUMPY_TYPES = {
-    pa.uint8(): np.uint8, pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32, pa.float64(): np.float64
-}  # fmt: skip
-
-Runs = list[tuple[int, float]]  # loss weights, run-length encoded: (tokens, weight)
-
 ReadMedia = Callable[[int], list[Medium]]  # from the number of a row to its media, in the order of their numbers
-
-
-class EncodedSample(NamedTuple):
-    """Sample to store: documents as (token ids, loss weights), and a label."""
-
-    row: int  # number of its row in the source
-    documents: list[tuple[np.ndarray, Runs]]
-    label: list[float]
-    columns: bytes = b""
-    media: Sequence[Sequence[PlacedMedium]] = ()  # of each document, whose ids have a placeholder for each
-
-
-class TokenizedSample(NamedTuple):
-    """Sample to collate."""
-
-    documents: list[Document]
-    label: np.ndarray  # float32 [numbers]
-    item: int = -1  # number in the store; -1 in a stream
-    channel: int = -1  # number of its channel (--enable_channel_loss); -1: none
-    media: Sequence[PlacedMedium] = ()  # of its documents, which are expanded, placed in their concatenation
-
-    @property
-    def media_by_document(self) -> list[list[PlacedMedium]]:
-        """Media of each document, placed in it."""
-        ends = np.cumsum([len(ids) for ids, _ in self.documents])
-        media: list[list[PlacedMedium]] = [[] for _ in self.documents]
-        for medium in self.media:
-            document = int(np.searchsorted(ends, medium.place, side="right"))
-            start = int(ends[document]) - len(self.documents[document][0])
-            media[document].append(medium._replace(place=medium.place - start))
-        return media
-
-
-@dataclass
-class DroppedRows:
-    """Dropped rows by reason: their number, first locations, and minimum and maximum of tokens."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-    places: dict[str, list[str]] = field(default_factory=dict)
-    tokens: dict[str, list[int]] = field(default_factory=dict)  # of rows that are too long
-
-    def add(self, reason: UnusableRow, location: str) -> None:
-        text = str(reason)
-        tokens = {} if reason.tokens is None else {text: [reason.tokens] * 2}
-        self.merge(DroppedRows({text: 1}, {text: [location]}, tokens))
-
-    def merge(self, other: "DroppedRows") -> None:
-        for reason, number in other.counts.items():
-            self.counts[reason] = self.counts.get(reason, 0) + number
-            self.places[reason] = (self.places.get(reason, []) + other.places[reason])[:3]
-        for reason, lengths in other.tokens.items():
-            lengths = [*self.tokens.get(reason, []), *lengths]
-            self.tokens[reason] = [min(lengths), max(lengths)]
-
-    def __str__(self) -> str:
-        lines = []
-        for reason, number in sorted(self.counts.items(), key=lambda item: -item[1]):
-            more = ", ..." if number > len(self.places[reason]) else ""
-            description = f": {reason}"
-            if reason in self.tokens:
-                shortest, longest = self.tokens[reason]
-                lengths = f"{longest:,}" if shortest == longest else f"shortest {shortest:,}, longest {longest:,}"
-                description = f" {reason} ({lengths} tokens)"
-            lines.append(f"  {plural(number, 'row')}{description} ({', '.join(self.places[reason])}{more})")
-        return "\n".join(lines)
-
-
-def record_batch(samples: list[EncodedSample], *, has_vision: bool = False) -> pa.RecordBatch:
-    """Convert samples to Arrow, with the columns of media if `has_vision`."""
-    first_runs = [sample.documents[0][1] for sample in samples]
-    lengths = [[len(ids) for ids, _ in sample.documents] for sample in samples]
-    for sample, documents in zip(samples, lengths, strict=True):
-        for number, media in enumerate(sample.media):
-            documents[number] += sum(medium.plan.length - 1 for medium in media)
-    lists = {
-        "input_ids": [_concatenate([ids for ids, _ in sample.documents]) for sample in samples],
-        "run_lengths": [[tokens for _, runs in sample.documents for tokens, _ in runs] for sample in samples],
-        "run_weights": [[weight for _, runs in sample.documents for _, weight in runs] for sample in samples],
-        "document_lengths": lengths,
-        "label": [sample.label for sample in samples],
-        "columns": [np.frombuffer(sample.columns, np.uint8) for sample in samples],
-    }
-    scalars = {
-        "length": [sum(documents) for documents in lengths],
-        "weight": [sum(tokens * weight for tokens, weight in runs) - runs[0][1] for runs in first_runs],
-        "trained": [sum(tokens for tokens, weight in runs if weight) - (runs[0][1] > 0) for runs in first_runs],
-        "row": [sample.row for sample in samples],
-    }
-    columns: list[pa.Array] = [_lists(lists[name], SCHEMA.field(name).type) for name in LIST_COLUMNS]
-    columns += [_to_arrow(values, SCHEMA.field(name).type) for name, values in scalars.items()]
-    if not has_vision:
-        return pa.record_batch(columns, schema=SCHEMA)
-    media_lists = [
-        _media_lists(concatenated_media((len(ids) for ids, _ in sample.documents), sample.media)) for sample in samples
-    ]
-    for field_ in MEDIA_FIELDS:
-        columns.append(_lists([lists[field_.name] for lists in media_lists], field_.type))
-    return pa.record_batch(columns, schema=MEDIA_SCHEMA)
-
-
-def _media_lists(media: list[PlacedMedium]) -> dict[str, np.ndarray]:
-    plans = [medium.plan for medium in media]
-    expansions = [plan.expansion for plan in plans if plan.expansion is not None]
-    numbers = {
-        "media_kinds": [MEDIA_KINDS.index(plan.kind) for plan in plans],
-        "media_places": [medium.place for medium in media],
-        "media_numbers": [medium.number for medium in media],
-        "media_tokens": [plan.tokens for plan in plans],
-        "media_time_steps": [plan.time_step for plan in plans],
-        "media_grids": [size for plan in plans for size in plan.grid],
-        "expansion_lengths": [0 if plan.expansion is None else len(plan.expansion) for plan in plans],
-        "expansions": np.concatenate([np.empty(0, np.int32), *expansions]),
-    }
-    return {name: np.array(values, np.uint8 if name == "media_kinds" else np.int32) for name, values in numbers.items()}
-
-
-def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _lists(lists: Sequence[Sequence | np.ndarray], kind: pa.ListType) -> pa.ListArray:
-    offsets = np.cumsum([0] + [len(values) for values in lists], dtype=np.int32)
-    dtype = NUMPY_TYPES[kind.value_type]
-    values = _to_arrow(np.concatenate([np.empty(0, dtype), *lists], dtype=dtype), kind.value_type)
-    return pa.ListArray.from_buffers(kind, len(lists), [None, pa.py_buffer(offsets)], children=[values])
-
-
-# pyarrow's conversions from and to NumPy import pandas, which takes longer than everything else here.
-def _to_arrow(values: Sequence | np.ndarray, kind: pa.DataType) -> pa.Array:
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.asarray(values, NUMPY_TYPES[kind]))])
-
-
-def _to_numpy(values: pa.Array) -> np.ndarray:
-    """Return a view of an Arrow array."""
-    start, dtype = values.offset, NUMPY_TYPES[values.type]
-    return np.frombuffer(values.buffers()[1] or b"", dtype)[start : start + len(values)]
 
 
 class TokenFile:
@@ -221,10 +46,10 @@ class TokenFile:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
-        self._lists = [tuple(_flat(batch.column(i)) for i in range(len(LIST_COLUMNS))) for batch in self._batches]
+        self._lists = [tuple(flat_lists(batch.column(i)) for i in range(len(LIST_COLUMNS))) for batch in self._batches]
         self.has_vision = "media_kinds" in reader.schema.names  # whether made with a vision processor
         self._media = [
-            {name: _flat(batch.column(name)) for name in MEDIA_COLUMNS} if self.has_vision else {}
+            {name: flat_lists(batch.column(name)) for name in MEDIA_COLUMNS} if self.has_vision else {}
             for batch in self._batches
         ]
         self.lengths = self._column("length").astype(np.int64)
@@ -380,7 +205,7 @@ class TokenFile:
         return [lists[LIST_COLUMNS.index(name)] for lists in self._lists]
 
     def _column(self, name: str) -> np.ndarray:
-        columns = [_to_numpy(batch.column(name)) for batch in self._batches]
+        columns = [to_numpy(batch.column(name)) for batch in self._batches]
         return np.concatenate([np.empty(0, NUMPY_TYPES[SCHEMA.field(name).type]), *columns])
 
 
@@ -391,10 +216,6 @@ def _is_first(offsets: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     is_first = np.zeros(len(numbers), bool)
     is_first[first] = True
     return is_first
-
-
-def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    return _to_numpy(column.offsets), _to_numpy(column.values)
 
 
 class TokenStore:

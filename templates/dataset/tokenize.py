@@ -23,8 +23,10 @@ from ..json_types import JsonObject
 from ..media.processor import VisionProcessor
 from ..options import TemplateOptions
 from ..tokenizer import Tokenizer
+from .dropped_rows import DroppedRows
 from .placed_media import PlacedMedium
-from .store import FORMAT, DroppedRows, EncodedSample, Runs
+from .samples import EncodedSample, Runs
+from .token_format import FORMAT
 
 Row = tuple[int, str, JsonObject]  # number, location for messages, columns
 

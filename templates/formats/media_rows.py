@@ -55,7 +55,7 @@ class MediaRow:
     """Row without its media, and these."""
 
     row: JsonObject
-    columns: dict[MediaKind, Sequence[Json]]  # of its columns
+    columns: dict[MediaKind, Sequence[Json]]  # media of the row's columns, by kind
     blocks: list[tuple[MediaKind, Json]]  # of blocks within messages; source None: the next of the columns
     objects: JsonObject | None  # regions of images, to be named in the texts
     limits: JsonObject
@@ -145,9 +145,9 @@ def split_media(row: JsonObject, sides: Sequence[str] = ()) -> MediaRow:
         for kind in COLUMNS:
             if sources := _sources(row, f"{side}_{kind}s"):
                 side_columns[side][kind] = sources
-    known = {*chain.from_iterable(COLUMNS.values()), *(f"{side}_{kind}s" for side in sides for kind in COLUMNS)}
+    media_columns = {*chain.from_iterable(COLUMNS.values()), *(f"{side}_{kind}s" for side in sides for kind in COLUMNS)}
     for column in MEDIA:
-        if row.pop(column, None) and column not in known:
+        if row.pop(column, None) and column not in media_columns:
             raise UnusableRow(
                 f"it has {column}, and this version trains on images and videos only"
                 if "audio" in column

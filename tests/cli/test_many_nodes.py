@@ -27,8 +27,8 @@ def test_bash_reads_each_script(script: str) -> None:
 def commands() -> list[list[str]]:
     """Return the lines of `megatron` and `swift` in the scripts, without their variables."""
     joined = "\n".join(PROGRAMS).replace("\\\n", " ")
-    found = re.findall(r"\b((?:megatron|swift) (?:sft|rlhf|rollout) [^'\n]*)", joined)
-    return [shlex.split(line, comments=True) for line in found]
+    command_texts = re.findall(r"\b((?:megatron|swift) (?:sft|rlhf|rollout) [^'\n]*)", joined)
+    return [shlex.split(line, comments=True) for line in command_texts]
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)

@@ -117,7 +117,7 @@ def test_flags_of_other_tasks_and_engines(dense: Path, monkeypatch) -> None:
 
 
 def test_what_a_server_is_given(dense: Path, monkeypatch) -> None:
-    """What the docs have a user write for `swift rollout`."""
+    """Return the flags of `swift rollout` that the docs have a user write."""
     install(monkeypatch, vllm=True)
     words = (
         "--torch_dtype float32 --vllm_tensor_parallel_size 2 --vllm_max_model_len 9000 --vllm_enable_lora true "
@@ -178,15 +178,15 @@ def test_a_dry_run_shows_the_places(place: Place, monkeypatch, capsys) -> None:
 @pytest.mark.slow
 def test_rewards_are_those_of_an_engine_in_the_process(place: Place) -> None:
     """As they are with a server that a user has started (tests/tasks/rl/test_server_faults.py)."""
-    found, wanted = place.run(f"{STEPS} --rollout_num_gpus 1"), place.run(STEPS)
-    assert "Starting 1 process and 1 rollout server" in found.printed
-    (log,) = found.folder.glob("rollout-server-1-*.log")
+    with_servers, without = place.run(f"{STEPS} --rollout_num_gpus 1"), place.run(STEPS)
+    assert "Starting 1 process and 1 rollout server" in with_servers.printed
+    (log,) = with_servers.folder.glob("rollout-server-1-*.log")
     url = re.search(r"Rollout server: qwen3 by transformers on (\S+)", log.read_text())
     assert url
     with pytest.raises(httpx.ConnectError):  # it has ended
         httpx.get(f"{url[1]}/health")
-    assert_same_steps(found, wanted)
-    assert [row["reward"] for row in found.steps] == [row["reward"] for row in wanted.steps]
+    assert_same_steps(with_servers, without)
+    assert [row["reward"] for row in with_servers.steps] == [row["reward"] for row in without.steps]
 
 
 @pytest.fixture

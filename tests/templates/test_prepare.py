@@ -415,7 +415,8 @@ def test_pandas_is_not_imported():
     """It takes longer than all else of a run's beginning on data that is in the cache."""
     program = """
 import sys, numpy as np, pyarrow as pa
-from megaswift.templates.dataset.store import EncodedSample, _flat, record_batch
+from megaswift.templates.dataset.samples import EncodedSample
+from megaswift.templates.dataset.token_format import flat_lists, record_batch
 first, second = (np.array([1, 2, 3], np.int32), [(1, 0.0), (2, 0.5)]), (np.array([4], np.int32), [(1, 1.0)])
 batch = record_batch([EncodedSample(7, [first], []), EncodedSample(9, [first, second], [0.25])])
 assert batch.to_pydict() == {
@@ -424,7 +425,7 @@ assert batch.to_pydict() == {
     "columns": [[], []],
     "length": [3, 4], "weight": [1.0, 1.0], "trained": [2, 2], "row": [7, 9],
 }
-assert _flat(batch.column("run_weights"))[1].tolist() == [0.0, 0.5, 0.0, 0.5, 1.0]
+assert flat_lists(batch.column("run_weights"))[1].tolist() == [0.0, 0.5, 0.0, 0.5, 1.0]
 assert "pandas" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -62,9 +62,9 @@ def test_a_converted_config_is_the_config(path: Path, folder: Path, capsys: pyte
     (folder / "ours.yaml").write_text(output(capsys, "convert", *words))
     command = re.search(r"megatron (\w+) THIS_FILE", (folder / "ours.yaml").read_text())
     assert command
-    ours, theirs = dry_run(capsys, command[1], "ours.yaml"), dry_run(capsys, "run", *words)
-    assert ours == theirs
-    assert "Dry run: nothing was trained." in ours
+    converted, options = dry_run(capsys, command[1], "ours.yaml"), dry_run(capsys, "run", *words)
+    assert converted == options
+    assert "Dry run: nothing was trained." in converted
 
 
 def test_flags_on_the_line_win(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,8 +107,8 @@ def test_advantages(estimator: str, mean: str | None, std: str | None, expected:
     words = [f"adv_estimator={estimator}", f"norm_mean_type={mean or 'null'}", f"norm_std_type={std or 'null'}"]
     critic = ["critic.training_args.per_device_train_batch_size=16"] if estimator == "gae" else []
     flags = flags_of(*words, *critic, f"{CONFIG}.tensor_model_parallel_size=2", "critic.device_mapping=[0]")
-    ours = ("advantage_estimator", "scale_rewards", "normalize_rewards")
-    assert {flag: flags[flag] for flag in flags if flag in (*ours, *expected)} == expected
+    names = ("advantage_estimator", "scale_rewards", "normalize_rewards")
+    assert {flag: flags[flag] for flag in flags if flag in (*names, *expected)} == expected
     assert refused("adv_estimator=reinforce", "norm_mean_type=batch", "norm_std_type=group") != []
 
 

@@ -37,13 +37,13 @@ def expected_rows() -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize("file", FILES)
 def test_an_upstream_config(file: str) -> None:
     path, name = FILES[file]
-    known, row = KNOWN.get(file, {}), expected_rows()[file]
+    exceptions, row = KNOWN.get(file, {}), expected_rows()[file]
     start_time = time.perf_counter()
     tree, _, problems = tree_of(path, name)
     translation = translated(tree, name, file)
     assert time.perf_counter() - start_time < 1
     refused = [text.split()[0] for text in (*problems, *translation.refused)]
-    keys = known.get("refused", [])
+    keys = exceptions.get("refused", [])
     assert [key for key in refused if not key.startswith(tuple(keys))] == [], translation.refused
     assert [key for key in keys if not any(text.startswith(key) for text in refused)] == []
     if row["type"] == "refuse":
@@ -51,7 +51,7 @@ def test_an_upstream_config(file: str) -> None:
         return
     assert translation.flags.get("rlhf_type", translation.command) == row["type"].split()[0]
     expected = {column: row[column] for column in FLAGS if row[column] and "x" not in row[column].split()}
-    expected |= {column: str(value) for column, value in known.get("corrected", {}).items()}
+    expected |= {column: str(value) for column, value in exceptions.get("corrected", {}).items()}
     different = {}
     for column, text in expected.items():
         value = translation.flags.get(column, OURS.get(column))

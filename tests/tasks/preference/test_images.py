@@ -178,9 +178,9 @@ def test_another_model_is_the_reference(place):
 @pytest.mark.long
 def test_precomputed_packed_and_trained_alike(place):
     """The reference's values do not depend on when they are computed, nor a step on packs."""
-    wanted = log(rlhf(place, "dpo"), *NAMES)
-    found = log(rlhf(place, "dpo", "--precompute_ref_log_probs true"), *NAMES)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=0)
+    steps = log(rlhf(place, "dpo"), *NAMES)
+    precomputed_steps = log(rlhf(place, "dpo", "--precompute_ref_log_probs true"), *NAMES)
+    torch.testing.assert_close(precomputed_steps, steps, rtol=1e-4, atol=0)
     whole = "--global_batch_size 8 --train_iters 1"
     packs = "--global_batch_size 1 --train_iters 1 --micro_batch_size 1 --packing true --max_length 4096"
     torch.testing.assert_close(

@@ -161,7 +161,7 @@ def test_a_layout_gives_the_numbers_of_one_process(task, layout, place):
 
 
 def test_a_saved_head_scores_with_transformers_body(place):
-    """What a run has trained is what its checkpoint gives elsewhere: the loss of a further step."""
+    """The checkpoint elsewhere gives the loss of a further step."""
     run = train(place, "seq_cls", f"--save_steps 1 --train_iters {STEPS}")
     oracle = Oracle(run / "checkpoint-1", place.folder, has_head=True)
     rows = ROWS["classified"][BATCH:]

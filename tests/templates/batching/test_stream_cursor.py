@@ -6,8 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 from megaswift.templates.batching.streaming import TokenStream
+from megaswift.templates.dataset.dropped_rows import DroppedRows
+from megaswift.templates.dataset.samples import EncodedSample
 from megaswift.templates.dataset.sources import open_source
-from megaswift.templates.dataset.store import DroppedRows, EncodedSample
 from megaswift.templates.formats.schemas import UnusableRow
 from megaswift.templates.options import TemplateOptions
 

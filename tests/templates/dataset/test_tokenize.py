@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from megaswift.templates.dataset.cache_entry import open_or_build
+from megaswift.templates.dataset.samples import EncodedSample
 from megaswift.templates.dataset.sources import open_source
-from megaswift.templates.dataset.store import EncodedSample, TokenFile, TokenStore, record_batch
+from megaswift.templates.dataset.store import TokenFile, TokenStore
+from megaswift.templates.dataset.token_format import record_batch
 from megaswift.templates.dataset.tokenize import Encoder
 from megaswift.templates.options import PrepareOptions, TemplateOptions
 from megaswift.templates.prepare import prepare
@@ -345,7 +347,7 @@ def test_filled_columns_count_on_through_batches(tmp_path):
 
 
 def written(samples):
-    from megaswift.templates.dataset.store import DroppedRows
+    from megaswift.templates.dataset.dropped_rows import DroppedRows
 
     for start in range(0, len(samples), 7):
         yield record_batch(samples[start : start + 7]), DroppedRows()

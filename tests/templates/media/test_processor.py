@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from megaswift.templates.batching.collator import BatchLayout
-from megaswift.templates.dataset.store import TokenizedSample
+from megaswift.templates.dataset.samples import TokenizedSample
 
 from tests.tiny_vision import picture
 

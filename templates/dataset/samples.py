@@ -1,0 +1,41 @@
+"""Samples: as they are stored, and as they are collated."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .placed_media import Document, PlacedMedium
+
+Runs = list[tuple[int, float]]  # loss weights, run-length encoded: (tokens, weight)
+
+
+class EncodedSample(NamedTuple):
+    """Sample to store: documents as (token ids, loss weights), and a label."""
+
+    row: int  # number of its row in the source
+    documents: list[tuple[np.ndarray, Runs]]
+    label: list[float]
+    columns: bytes = b""
+    media: Sequence[Sequence[PlacedMedium]] = ()  # of each document, whose ids have a placeholder for each
+
+
+class TokenizedSample(NamedTuple):
+    """Sample to collate."""
+
+    documents: list[Document]
+    label: np.ndarray  # float32 [numbers]
+    item: int = -1  # number in the store; -1 in a stream
+    channel: int = -1  # number of its channel (--enable_channel_loss); -1: none
+    media: Sequence[PlacedMedium] = ()  # placed in the concatenation of its expanded documents
+
+    @property
+    def media_by_document(self) -> list[list[PlacedMedium]]:
+        """Media of each document, placed in it."""
+        ends = np.cumsum([len(ids) for ids, _ in self.documents])
+        media: list[list[PlacedMedium]] = [[] for _ in self.documents]
+        for medium in self.media:
+            document = int(np.searchsorted(ends, medium.place, side="right"))
+            start = int(ends[document]) - len(self.documents[document][0])
+            media[document].append(medium._replace(place=medium.place - start))
+        return media
