@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from .oumi_data import ROWS as DATA_ROWS
 from .table import Row, computed, needless, noted, only, refused, same, under, valued
 
-CLASS_ARGUMENT = "is an argument of a Python class. Take it away, or set the flag of this project behind the file"
+CLASS_ARGUMENT = "is an argument of a Python class. Remove it, or set the flag of this project behind the file"
 KERNEL = "a preference: the run takes the fastest kernel that this machine has"
 
 MODEL_ROWS = (
@@ -43,7 +43,7 @@ OPTIMIZER_ROWS = (
     computed("lr_scheduler_type", "lr_decay_style", text="linear by default"),
     same("lr_scheduler_kwargs.min_lr", "min_lr"),
     computed("lr_scheduler_kwargs.min_lr_rate", "min_lr", text="x learning_rate"),
-    only("lr_scheduler_kwargs.num_cycles", 0.5, fix="A cosine decays once. Take it away"),
+    only("lr_scheduler_kwargs.num_cycles", 0.5, fix="A cosine decays once. Remove it"),
     refused("lr_scheduler_kwargs.**", "is not supported. Set --lr_decay_style and its siblings"),
     same("warmup_steps", "lr_warmup_iters"),
     same("warmup_ratio", "lr_warmup_fraction"),
@@ -101,7 +101,7 @@ RUN_ROWS = (
     needless("profiler.**", "set --profile true for a trace"),
     computed("nccl_default_timeout_minutes", "ddp_timeout", text="x 60"),
     noted("compile", "layers are megatron-core's, with the same numbers", False),
-    only("label_ignore_index", -100, fix="--loss_scale says which tokens are trained on. Take it away"),
+    only("label_ignore_index", -100, fix="--loss_scale says which tokens are trained on. Remove it"),
     refused("metrics_function", "is a Python function of Oumi's. Evaluations log the loss, and --eval_command more"),
     computed("use_peft", "tuner_type", text="true: lora"),
 )
@@ -116,7 +116,7 @@ GRPO_ROWS = (
     same("kl_beta", "beta"),
     computed("use_vllm", "use_vllm", text="false by default, but for MEGATRON_GRPO"),
     computed("vllm_mode", "vllm_mode", text="server by default, but for MEGATRON_GRPO"),
-    computed("vllm_gpu_memory_utilization", "vllm_gpu_memory_utilization", text="of an engine in the processes"),
+    computed("vllm_gpu_memory_utilization", "vllm_gpu_memory_utilization", text="where vllm_mode is colocate"),
     same("log_completions", "log_completions"),
     needless("remove_unused_columns", "rewards get the columns that they name"),
     refused("model_init_kwargs.**", CLASS_ARGUMENT),
@@ -125,7 +125,7 @@ GRPO_ROWS = (
 
 GKD_ROWS = (
     same("teacher_model_name_or_path", "teacher_model"),
-    computed("temperature", "temperature", text="of the loss, too"),
+    computed("temperature", "temperature", text="also divides the logits of the loss"),
     same("lmbda", "lmbda"),
     same("beta", "beta"),
     same("max_new_tokens", "max_completion_length"),
@@ -181,7 +181,7 @@ ADAPTER_ROWS = (
     same("lora_bias", "lora_bias"),
     only("lora_init_weights", "default", fix="Adapters begin as PEFT's do by default. Set DEFAULT"),
     only("lora_task_type", "CAUSAL_LM", fix="Set CAUSAL_LM"),
-    refused("lora_exclude_modules", "is not supported. Take it away, and set --target_regex", []),
+    refused("lora_exclude_modules", "is not supported. Remove it, and set --target_regex", []),
     refused("lora_target_parameters", "is not supported. Name modules in peft.lora_target_modules", []),
     only("q_lora", False, fix="Training on quantized weights is not supported. Set false"),
     needless("q_lora_bits", "weights are not quantized"),

@@ -150,7 +150,7 @@ def set_estimator(keys: Keys, translation: Translation) -> None:
     estimator = keys.text("adv_estimator", "gae")
     source = translation.source(keys, "adv_estimator")
     if estimator not in ("gae", "grpo", "reinforce"):
-        translation.refuse(keys, "adv_estimator", "of agentic pipelines. Choose one of gae, grpo, reinforce")
+        translation.refuse(keys, "adv_estimator", "is for agentic pipelines. Choose one of gae, grpo, reinforce")
     translation.set("rlhf_type", "ppo" if estimator == "gae" else "grpo", source)
 
 

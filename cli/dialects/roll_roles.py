@@ -296,16 +296,15 @@ def set_critic(keys: Keys, translation: Translation, trained: str, step: Optimiz
         keys.take(key)
     translation.set("critic_lr", args.number("learning_rate", 5e-5), translation.source(args, "learning_rate"))
     for name, default in CRITIC_ALIKE:
-        policy_value = policy.peek(name)
-        if name not in args and show(default) == show(default if policy_value is None else policy_value):
+        value = policy.peek(name)
+        policy_value = default if value is None else value
+        if name not in args and show(default) == show(policy_value):
             continue
-        if _alike(name, args.take(name, default), default if policy_value is None else policy_value):
+        if _alike(name, args.take(name, default), policy_value):
             translation.ignore(args, name, "as the policy's")
         else:
-            text = (
-                f"the critic is trained as the policy, with {show(default if policy_value is None else policy_value)}"
-            )
-            translation.refuse(args, name, f"{text}. Set it to this")
+            text = f"the critic is trained as the policy, with {show(policy_value)}. Set it to this"
+            translation.refuse(args, name, text)
     layout = layout_of(keys, "critic")
     micro, accumulation = args.integer(sizes[0], 8), args.integer(sizes[1], 1)
     batch = micro * accumulation * layout.replicas(_count(keys, "critic", translation.processes or 1))

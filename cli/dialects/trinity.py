@@ -243,7 +243,7 @@ def _set_supervised_batch(keys: Keys, translation: Translation) -> None:
 def _leave_sft(keys: Keys, translation: Translation) -> None:
     for key in keys.under("algorithm"):
         if key != KEY and not key.startswith("algorithm.optimizer"):
-            translation.ignore(keys, key, "is of other algorithms")
+            translation.ignore(keys, key, "read by other algorithms alone")
 
 
 def _set_length(keys: Keys, translation: Translation) -> None:

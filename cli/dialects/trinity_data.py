@@ -52,11 +52,11 @@ FORMAT = (
     computed("system_prompt", "system", text="left out: the workflow's"),
     computed("system_prompt_key", "columns", text="to system"),
     computed("tools_key", "columns", text="to tools"),
-    computed("enable_thinking", "enable_thinking", text="of all data alike"),
-    only("reply_prefix", "", fix="A completion begins where the chat template ends. Take it away"),
+    computed("enable_thinking", "enable_thinking", text="must be the same for all data"),
+    only("reply_prefix", "", fix="A completion begins where the chat template ends. Remove it"),
     only("image_key", "", fix="GRPO trains text alone"),
     only("video_key", "", fix="GRPO trains text alone"),
-    only("workflow_key", "", fix="All rows have one workflow. Take it away"),
+    only("workflow_key", "", fix="All rows have one workflow. Remove it"),
     only("reward_fn_key", "", fix="Set --reward_funcs by_source, which chooses by a column data_source"),
     only("enable_concatenated_multi_turn", False, True, fix="Every turn of a conversation is trained on"),
     only("chat_template", "", fix="Write it to the chat_template.jinja of the model's folder"),
@@ -68,9 +68,9 @@ PAIR_FORMAT = (
     computed("rejected_key", "columns", text="to rejected_response"),
 )
 ROLLOUT = (
-    computed("temperature", "temperature", text="of eval_tasksets eval_temperature; left out model.temperature"),
-    computed("top_p", "top_p", text="of eval_tasksets eval_top_p; left out model.top_p"),
-    computed("top_k", "top_k", text="of eval_tasksets eval_top_k; left out model.top_k"),
+    computed("temperature", "temperature", text="in eval_tasksets: eval_temperature; left out model.temperature"),
+    computed("top_p", "top_p", text="in eval_tasksets: eval_top_p; left out model.top_p"),
+    computed("top_k", "top_k", text="in eval_tasksets: eval_top_k; left out model.top_k"),
     computed("max_tokens", text="model.max_response_tokens; another number is refused"),
     needless("logprobs", "that of the drawn token is always known"),
     needless("n", "algorithm.repeat_times sets it"),
@@ -81,22 +81,22 @@ SOURCE = (
     computed("subset_name", "dataset", text="NAME:subset"),
     computed("split", "dataset", text="NAME@split"),
     needless("enable_progress_bar", "the log has the progress"),
-    needless("max_retry_times", "is of databases"),
-    needless("max_retry_interval", "is of databases"),
+    needless("max_retry_times", "read with databases alone"),
+    needless("max_retry_interval", "read with databases alone"),
     needless("index", "a resumed run goes on in its data"),
     needless("ray_namespace", "there is no Ray"),
     *under("format", FORMAT),
 )
 SELECTOR = (
     computed("selector_type", "train_dataloader_shuffle", text="shuffle: true; left out false"),
-    computed("seed", "data_seed", text="of shuffle"),
-    refused("**", "is not supported. Take it away"),
+    computed("seed", "data_seed", text="with shuffle"),
+    refused("**", "is not supported. Remove it"),
 )
 TASKSET_ROWS = (
     *SOURCE,
-    *under("format", (needless(row.key, "is of sft and dpo") for row in PAIR_FORMAT)),
+    *under("format", (needless(row.key, "read by sft and dpo alone") for row in PAIR_FORMAT)),
     only("storage_type", "file", fix="Write the tasks to a file"),
-    computed("repeat_times", "num_generations_eval", text="of eval_tasksets; training has algorithm.repeat_times"),
+    computed("repeat_times", "num_generations_eval", text="in eval_tasksets; training has algorithm.repeat_times"),
     *under("rollout_args", ROLLOUT),
     computed("default_workflow_type", text="workflows of one turn: their prompts and rewards"),
     computed("default_eval_workflow_type", text="that of the training"),
@@ -113,7 +113,7 @@ TRAIN_ROWS = (
     *under("data_selector", SELECTOR),
     *under("task_selector", SELECTOR),
     computed("reward_fn_args.enable_overlong_penalty", "reward_funcs", text="true: soft_overlong"),
-    computed("reward_fn_args.penalty_factor", "reward_weights", text="of soft_overlong"),
+    computed("reward_fn_args.penalty_factor", "reward_weights", text="weight of soft_overlong"),
     computed("reward_fn_args.max_response_length", "soft_max_length", text="with enable_overlong_penalty"),
     computed("reward_fn_args.cache_length", "soft_cache_length", text="with enable_overlong_penalty"),
     refused("reward_fn_args.**", f"is an argument of a Python class: {PLUGIN}"),
@@ -128,11 +128,11 @@ ROWS: tuple[Row, ...] = (
     *under(TASKSET, TRAIN_ROWS),
     *under(f"{INPUT}.tasksets[]", TRAIN_ROWS),
     *under(f"{INPUT}.eval_tasksets[]", EVALUATION_ROWS),
-    computed(f"{INPUT}.default_workflow_type", text="of tasksets without one"),
+    computed(f"{INPUT}.default_workflow_type", text="for tasksets without one"),
     computed(f"{INPUT}.default_eval_workflow_type", text="that of the training"),
-    computed(f"{INPUT}.default_reward_fn_type", "reward_funcs", text="of tasksets without one"),
-    computed(f"{INPUT}.system_prompt", "system", text="of tasksets without one"),
-    only(f"{INPUT}.reply_prefix", "", fix="A completion begins where the chat template ends. Take it away"),
+    computed(f"{INPUT}.default_reward_fn_type", "reward_funcs", text="for tasksets without one"),
+    computed(f"{INPUT}.system_prompt", "system", text="for tasksets without one"),
+    only(f"{INPUT}.reply_prefix", "", fix="A completion begins where the chat template ends. Remove it"),
     *under(BUFFER, SOURCE),
     *under(f"{BUFFER}.format", PAIR_FORMAT),
     *under(f"{BUFFER}.data_selector", SELECTOR),
@@ -145,9 +145,9 @@ ROWS: tuple[Row, ...] = (
     needless(f"{BUFFER}.reuse_cooldown_time", "completions are not used again"),
     needless(f"{BUFFER}.wrap_in_ray", "there is no Ray"),
     noted(f"{BUFFER}.schema_type", "the algorithm says it"),
-    refused("buffer.trainer_input.auxiliary_buffers.**", "expert data are not mixed in. Take it away"),
+    refused("buffer.trainer_input.auxiliary_buffers.**", "expert data are not mixed in. Remove it"),
     only("buffer.trainer_input.sft_warmup_steps", 0, fix="Run megatron sft first, for model.model_path"),
-    refused("buffer.trainer_input.sft_warmup_dataset.**", "run megatron sft first. Take it away"),
+    refused("buffer.trainer_input.sft_warmup_dataset.**", "run megatron sft first. Remove it"),
 )
 
 
@@ -184,7 +184,7 @@ def set_supervised_data(keys: Keys, translation: Translation, kind: str) -> None
     _set_columns(translation, _columns(table, columns), table.full("prompt_key"))
     for name in ("prompt_key", "response_key", "chosen_key", "rejected_key", "messages_key"):
         if name in table and name not in columns:
-            translation.ignore(table, name, "is of rows of another form")
+            translation.ignore(table, name, "read for rows of another form alone")
     _set_texts(keys, translation, [f"{BUFFER}.format"], None)
     _set_order(keys, translation, BUFFER)
     for key in keys.under(INPUT):

@@ -8,7 +8,7 @@ from .verl_rows import SIZES
 from .verl_task_rows import ROWS as TREE_ROWS
 
 NO_RAY = "there is no Ray"
-RUNNERS = "is of processes that ask engines, which the trainer does by itself"
+RUNNERS = "sets up processes that ask engines; the trainer does this by itself"
 LISTS = (
     "buffer.explorer_input.tasksets", "buffer.explorer_input.eval_tasksets", "explorer.auxiliary_models",
     "model.lora_configs", "data_processor.experience_pipeline.operators", "stages",
@@ -39,15 +39,15 @@ LORA_ROWS = (
 )
 MODEL_ROWS = (
     same("model_path", "model"),
-    computed("critic_model_path", "critic_model", text="of algorithm_type ppo"),
-    computed("max_model_len", "max_length", "vllm_max_model_len", text="of prompt and completion"),
+    computed("critic_model_path", "critic_model", text="with algorithm_type ppo"),
+    computed("max_model_len", "max_length", "vllm_max_model_len", text="prompt and completion together"),
     computed("max_prompt_tokens", "max_length", text="left out max_model_len - max_response_tokens"),
     computed("max_response_tokens", "max_completion_length", text="left out max_model_len - max_prompt_tokens"),
     only("min_response_tokens", 0, 1, fix="Completions may end at once. Set 0"),
     needless("enable_prompt_truncation", "longer prompts are left out; Trinity-RFT does not train on them either"),
-    computed("temperature", "temperature", text="of tasksets without one"),
-    computed("top_p", "top_p", text="of tasksets without one"),
-    computed("top_k", "top_k", text="of tasksets without one"),
+    computed("temperature", "temperature", text="for tasksets without one"),
+    computed("top_p", "top_p", text="for tasksets without one"),
+    computed("top_k", "top_k", text="for tasksets without one"),
     needless("logprobs", "that of the drawn token is always known"),
     same("repetition_penalty", "repetition_penalty"),
     same("enable_thinking", "enable_thinking"),
@@ -70,9 +70,9 @@ ENGINE_ROWS = (
     computed("data_parallel_size", "rollout_num_gpus", text="x engine_num x tensor_parallel_size"),
     only("pipeline_parallel_size", 1, fix="Set tensor_parallel_size"),
     only("enable_expert_parallel", False, fix="Set tensor_parallel_size"),
-    computed("enforce_eager", "vllm_enforce_eager", text="of vLLM"),
-    computed("enable_prefix_caching", "vllm_enable_prefix_caching", text="of vLLM"),
-    computed("gpu_memory_utilization", "vllm_gpu_memory_utilization", text="of vLLM"),
+    computed("enforce_eager", "vllm_enforce_eager", text="with vLLM"),
+    computed("enable_prefix_caching", "vllm_enable_prefix_caching", text="with vLLM"),
+    computed("gpu_memory_utilization", "vllm_gpu_memory_utilization", text="with vLLM"),
     computed("max_model_len", "vllm_max_model_len", text="left out model.max_model_len"),
     computed("extra_engine_args.**", "vllm_engine_kwargs", text="a table"),
     same("seed", "seed"),
@@ -123,7 +123,7 @@ EXPLORER_ROWS = (
     needless("dynamic_timeout.**", "--turn_timeout and --reward_timeout bound what may hang"),
     needless("max_inflight_batches", "each generation is trained on before the next"),
     *under("rollout_model", ENGINE_ROWS),
-    computed("auxiliary_models[].model_path", "teacher_model", text="of on_policy_distill"),
+    computed("auxiliary_models[].model_path", "teacher_model", text="with on_policy_distill"),
     computed("auxiliary_models[].engine_num", text="GPUs that do not train"),
     computed("auxiliary_models[].tensor_parallel_size", text="GPUs that do not train"),
     needless("auxiliary_models[].*", "the teacher is in the training processes, and generates nothing"),
@@ -152,7 +152,7 @@ TRAINER_ROWS = (
     same("optimizer_offload", "offload_optimizer"),
     needless("grad_offload", "gradients have no memory while completions are drawn"),
     noted("offload_policy", "is FSDP's. See --optimizer_cpu_offload", False),
-    *under("megatron", (computed(size, size, text="of the policy, the reference and the critic") for size in SIZES)),
+    *under("megatron", (computed(size, size, text="for the policy, the reference and the critic") for size in SIZES)),
     computed("megatron.virtual_pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", text="chunks"),
     computed("megatron.sequence_parallel", "sequence_parallel", text="left out true"),
     computed("trainer_config_path", text="a second file, with the keys of trainer_config"),
@@ -176,8 +176,8 @@ ROWS: tuple[Row, ...] = (
     computed("buffer.train_batch_size", "global_batch_size", text="completions of a step"),
     computed("buffer.total_epochs", "num_train_epochs", text="left out 1"),
     computed("buffer.total_steps", "train_iters", text="x batch_size x repeat_times / train_batch_size"),
-    needless("buffer.max_retry_times", "is of databases"),
-    needless("buffer.max_retry_interval", "is of databases"),
+    needless("buffer.max_retry_times", "read with databases alone"),
+    needless("buffer.max_retry_interval", "read with databases alone"),
     needless("buffer.explorer_output.**", "each generation is trained on before the next"),
     *DATA_ROWS,
     *(refused(name, "is a list of tables. Write them", []) for name in LISTS),
@@ -207,5 +207,5 @@ ROWS: tuple[Row, ...] = (
     needless("log.**", "the console has one level"),
     refused("service.**", "services of data are not supported. Prepare the file beforehand"),
     refused("stages[].**", "stages are runs of their own. Write a config for each"),
-    refused("cod.**", "is not supported. Take it away"),
+    refused("cod.**", "is not supported. Remove it"),
 )  # fmt: skip

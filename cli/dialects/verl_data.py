@@ -57,7 +57,7 @@ def set_data(keys: Keys, translation: Translation) -> bool:
         count = data.integer(samples, -1)
         source = data.source(name)
         if count >= 0 and len(files) > 1:
-            translation.refuse(data, samples, f"is of several files together. Write FILE#{count} in data.{name}")
+            translation.refuse(data, samples, f"counts all files together. Write FILE#{count} in data.{name}")
         elif count >= 0:
             files = [f"{path}#{count}" for path in files]
             source += f", {data.source(samples)}"

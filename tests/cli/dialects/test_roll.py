@@ -71,7 +71,7 @@ def test_replicas_are_of_the_roles_own_gpus() -> None:
         ("reward_clip=1", "reward_clip 1: scaled rewards have no bound"),
         ("gamma=0.9", "gamma 0.9: discounts are for adv_estimator gae alone"),
         ("add_token_level_kl=true", "add_token_level_kl true: cannot be used with use_kl_loss true"),
-        ("adv_estimator=gigpo", "adv_estimator gigpo: of agentic pipelines"),
+        ("adv_estimator=gigpo", "adv_estimator gigpo: is for agentic pipelines"),
         ("loss_agg_mode=seq-mean-token-sum-norm", "loss_agg_mode seq-mean-token-sum-norm: choose one of"),
         ("entropy_loss_coef=0.1", "entropy_loss_coef 0.1: the bonus is of the mean over tokens"),
         ("async_generation_ratio=1", "async_generation_ratio 1: needs engines apart"),
