@@ -33,14 +33,15 @@ class HeadLayout:
     zero_centred: bool = False  # the norms multiply by 1 + weight
     interleaved: bool = False  # planes are neighbouring dimensions; else one from each half of the rotated dimensions
     view_value: bool = False  # the value is a view of the input, not a copy
+    padded_dim: int | None = None  # size to which the outputs' heads are padded with zeros; None: dim
 
 
 def split_heads(
     qkv: Tensor, norms: tuple[Tensor, Tensor] | None, rotary: tuple[Tensor, Tensor] | None, layout: HeadLayout
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return query, key, value and gate: [sequence, batch, heads, dim].
+    """Return query, key, value and gate: [sequence, batch, heads, dim or padded_dim].
 
-    Query and gate have groups * queries heads, key and value have groups.
+    Query and gate have groups * queries heads, key and value have groups. Padding is not for views of values.
 
     qkv: [sequence, batch, groups * (queries (+ gates) + 2) * dim]
     norms: weights [dim] of the queries' and the keys' RMSNorm
@@ -64,14 +65,15 @@ class _SplitHeads(torch.autograd.Function):
     ):
         sequence, batch, _ = qkv.shape
         grouped = qkv.view(sequence, batch, layout.groups, -1, layout.dim)
-        query = qkv.new_empty(sequence, batch, layout.groups * layout.queries, layout.dim)
-        key = qkv.new_empty(sequence, batch, layout.groups, layout.dim)
+        padded_dim = layout.padded_dim or layout.dim
+        query = qkv.new_empty(sequence, batch, layout.groups * layout.queries, padded_dim)
+        key = qkv.new_empty(sequence, batch, layout.groups, padded_dim)
         value = grouped[..., -1, :] if layout.view_value else torch.empty_like(key)
         gate = grouped[..., layout.queries : 2 * layout.queries, :] if layout.gated else None
         grid, constants = _launch(layout, sequence * batch, q_weight, cos, *FORWARD)
         _forward[grid](
             qkv, query, key, value, q_weight, k_weight, cos, sin, sequence * batch, batch, *_strides(cos), layout.eps,
-            COPY=not layout.view_value, **constants,
+            COPY=not layout.view_value, PADDED=padded_dim, **constants,
         )  # fmt: skip
         ctx.save_for_backward(None if q_weight is None else qkv, q_weight, k_weight, cos, sin)
         ctx.shape, ctx.layout = qkv.shape, layout
@@ -178,6 +180,19 @@ def _store(
 
 
 @triton.jit
+def _store_padded(
+    start, row_stride, row, valid, x1, x2, DIM: tl.constexpr, PADDED: tl.constexpr,
+    TURNING: tl.constexpr, INTERLEAVED: tl.constexpr, PLANES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store heads, and zeros after the DIM dimensions of each."""
+    _store(start, row_stride, row, valid, x1, x2, DIM, TURNING, INTERLEAVED, PLANES, ROWS)
+    for first in tl.static_range(DIM, PADDED, 2 * PLANES):
+        at = first + tl.arange(0, 2 * PLANES)[None, :]
+        zeros = tl.zeros([ROWS, 2 * PLANES], start.dtype.element_ty)
+        tl.store(start + row * row_stride + at, zeros, mask=valid & (at < PADDED))
+
+
+@triton.jit
 def _weights(
     weight, NORM: tl.constexpr, ZERO_CENTRED: tl.constexpr,
     DIM: tl.constexpr, TURNING: tl.constexpr, INTERLEAVED: tl.constexpr, PLANES: tl.constexpr,
@@ -228,15 +243,15 @@ def _forward(
     qkv, query, key, value, q_weight, k_weight, cos, sin, tokens, batch, seq_stride, batch_stride, plane_stride, eps,
     GROUPS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, TURNING: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, ZERO_CENTRED: tl.constexpr, PLANES: tl.constexpr,
-    BLOCK: tl.constexpr, COPY: tl.constexpr,
+    BLOCK: tl.constexpr, COPY: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     start, group = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1)
     row = tl.arange(0, BLOCK)[:, None]
     valid = start + row < tokens
     WIDTH: tl.constexpr = (QUERIES * (2 if GATED else 1) + 2) * DIM
     qkv += (start * GROUPS + group) * WIDTH
-    query += (start * GROUPS + group) * QUERIES * DIM
-    key += (start * GROUPS + group) * DIM
+    query += (start * GROUPS + group) * QUERIES * PADDED
+    key += (start * GROUPS + group) * PADDED
     cos, sin = _angles(cos, sin, start + row, valid, batch, seq_stride, batch_stride, plane_stride, TURNING, PLANES)
     w1, w2 = _weights(q_weight, NORM, ZERO_CENTRED, DIM, TURNING, INTERLEAVED, PLANES)
     for head in range(QUERIES):
@@ -244,16 +259,19 @@ def _forward(
             qkv + head * DIM, GROUPS * WIDTH, row, valid, DIM, TURNING, INTERLEAVED, PLANES, BLOCK
         )  # fmt: skip
         x1, x2 = _norm_and_rotate(x1, x2, w1, w2, cos, sin, eps, DIM, TURNING, NORM)
-        _store(query + head * DIM, GROUPS * QUERIES * DIM, row, valid, x1, x2, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
+        _store_padded(
+            query + head * PADDED, GROUPS * QUERIES * PADDED, row, valid, x1, x2,
+            DIM, PADDED, TURNING, INTERLEAVED, PLANES, BLOCK,
+        )  # fmt: skip
     qkv += WIDTH - 2 * DIM
     w1, w2 = _weights(k_weight, NORM, ZERO_CENTRED, DIM, TURNING, INTERLEAVED, PLANES)
     x1, x2 = _load(qkv, GROUPS * WIDTH, row, valid, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
     x1, x2 = _norm_and_rotate(x1, x2, w1, w2, cos, sin, eps, DIM, TURNING, NORM)
-    _store(key, GROUPS * DIM, row, valid, x1, x2, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
+    _store_padded(key, GROUPS * PADDED, row, valid, x1, x2, DIM, PADDED, TURNING, INTERLEAVED, PLANES, BLOCK)
     if COPY:
-        value += (start * GROUPS + group) * DIM
+        value += (start * GROUPS + group) * PADDED
         x1, x2 = _load(qkv + DIM, GROUPS * WIDTH, row, valid, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
-        _store(value, GROUPS * DIM, row, valid, x1, x2, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
+        _store_padded(value, GROUPS * PADDED, row, valid, x1, x2, DIM, PADDED, TURNING, INTERLEAVED, PLANES, BLOCK)
 
 
 @triton.jit

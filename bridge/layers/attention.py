@@ -6,6 +6,7 @@ for packed documents on a GPU (or torch's flash attention), or one `scaled_dot_p
 """
 
 from copy import copy
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,7 @@ class CoreAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.kernel: str = config.attention_kernel  # type: ignore[attr-defined]
-        self.inner = self.softmax_offset = None
+        self.inner = self.packed_attention = self.softmax_offset = None
         if architecture.sinks:
             # Attention sinks: a logit per head, of a key that every query attends to and that has no value.
             heads = config.num_attention_heads // self.tp_group.size()
@@ -79,6 +80,11 @@ class CoreAttention(MegatronModule):
                 cp_comm_type=cp_comm_type or "p2p",
                 pg_collection=pg_collection,
             )
+            if self.cp_group.size() == 1 and not self.dropout and not config.fp8_dot_product_attention:
+                from ..kernels.cudnn_attention import Mask, PackedAttention
+
+                mask = Mask(is_causal=True, window=self.span.window and self.span.window - 1)
+                self.packed_attention = PackedAttention(self.inner, softmax_scale, mask)
 
     def forward(
         self,
@@ -114,9 +120,16 @@ class CoreAttention(MegatronModule):
         if self.inner is not None and self._is_supported_by_engine(segments):
             if packed:
                 query, key, value = (x.squeeze(1) for x in (query, key, value))
-            output = self.inner(
-                query, key, value, None, attn_mask_type, packed_seq_params=documents if packed else None
+            run_module = partial(
+                self.inner, query, key, value, None, attn_mask_type, packed_seq_params=documents if packed else None
             )
+            if packed and self.packed_attention is not None:
+                ends, longest = documents.cu_seqlens_q, documents.max_seqlen_q
+                assert ends is not None
+                assert longest is not None
+                output = self.packed_attention(query, key, value, ends, longest, run_module)
+            else:
+                output = run_module()
             return output.reshape(*query.shape[:-2], -1)
 
         shape = query.shape[:1] if packed else query.shape[:2]

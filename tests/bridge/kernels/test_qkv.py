@@ -11,6 +11,8 @@ CASES = {
     "norms, half turns by neighbours": {"norm": True, "interleaved": True, "planes": 4, "view": True},
     "norms, nothing turns": {"norm": True, "planes": 0, "view": True},
     "one query a group, half turns": {"queries": 1, "planes": 4},
+    "no norms, heads padded with zeros": {"queries": 1, "dim": 18, "planes": 9, "padded": 40},
+    "norms, gates, neighbours turn, padded": {"norm": True, "gated": True, "interleaved": True, "padded": 32},
     "frozen norms, gates": {"norm": True, "frozen": True, "gated": True, "view": True},
 }
 
@@ -64,16 +66,23 @@ def test_split_heads(case, shape, device, monkeypatch):
         return x.detach().to(device, torch.float32).requires_grad_(x.requires_grad)
 
     inputs = [here(mixed), *map(here, weights or ())]
-    heads = qkv.HeadLayout(groups, queries, dim, gated, 1e-2, case["zero"], interleaved, case.get("view", False))
+    padded = case.get("padded")
+    heads = qkv.HeadLayout(
+        groups, queries, dim, gated, 1e-2, case["zero"], interleaved, case.get("view", False), padded
+    )
     turns = None if angles is None else (here(angles.cos()), here(angles.sin()))
     found = qkv.split_heads(inputs[0], (inputs[1], inputs[2]) if weights else None, turns, heads)
     assert (found[3] is not None) == gated
     found = [x for x in found if x is not None]
     # Their gradients come with strides of their own, as a view's would.
-    slopes = [random(*x.shape[:2], 2 * x.shape[2], dim)[:, :, ::2] for x in expected]
+    slopes = [random(*x.shape[:2], 2 * x.shape[2], x.shape[3])[:, :, ::2] for x in found]
     asked = 1 + 2 * (weights is not None and trained)
     grads = torch.autograd.grad(found, inputs[:asked], [here(x) for x in slopes])
-    exact = torch.autograd.grad(expected, [mixed, *(weights or ())][:asked], slopes)
+    exact = torch.autograd.grad(expected, [mixed, *(weights or ())][:asked], [x[..., :dim] for x in slopes])
+    for mine in found[:3]:
+        assert mine.shape[-1] == (padded or dim)
+        assert not mine[..., dim:].any()
+    found = [x[..., :dim] for x in found]
     for mine, reference in zip((*found, *grads), (*expected, *exact), strict=True):
         assert mine.shape == reference.shape
         torch.testing.assert_close(mine.double().cpu(), reference, rtol=2e-5, atol=2e-5)
