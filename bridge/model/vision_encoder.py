@@ -5,7 +5,8 @@ batches: each is encoded once, by the rank that the data loader has chosen. The 
 each rank has those of its own visual tokens and layers. They enter the language model as leaves of autograd, whose
 gradients are sent back for the tower's backward pass. The schedule and its recomputation therefore know nothing of the
 tower. Without pipeline parallelism a micro batch is encoded right before its forward pass, and the tower's backward
-pass follows that of the language model. With it, all are encoded before the schedule, and have their backward passes
+pass follows that of the language model. If there is none, some micro batches are encoded together, so that the host
+launches fewer kernels. With pipeline parallelism all are encoded before the schedule, and have their backward passes
 after it.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -29,7 +31,9 @@ from ..layers.deepstack import MediaFeatures
 from ..layers.packed_seqs import to_device
 from ..layers.vision_tower import MERGERS, PatchPlan, VisionPart, plan_patches
 
-CALL_PATCHES = 16384  # patches that the tower takes at a time, unless one medium has more
+# Patches that the tower takes at a time, with and without a backward pass, unless one medium has more. Without one, it
+# is also the limit of micro batches that are encoded together.
+CALL_PATCHES, FORWARD_CALL_PATCHES = 16384, 32768
 
 
 class Normalization(NamedTuple):
@@ -153,17 +157,25 @@ class VisionEncoder:
         self._batches, self._features = list(batches), []
         if self.is_pipelined:
             with self._timed():
-                self._features = [self._encode(batch) for batch in batches]
+                self._features = [features for batch in batches for features in self._encode([batch])]
 
     def features(self, number: int) -> MediaFeatures | None:
         """Return the features of a micro batch; None without media."""
         if not self.is_pipelined and number == len(self._features):
             with self._timed():
                 self._run_backward()
-                if self._features:
-                    self._features[-1] = None  # the schedule is done with it
-                self._features.append(self._encode(self._batches[number]))
+                self._features = [None] * number  # the schedule is done with them
+                self._features += self._encode(self._next_batches(number))
         return self._features[number]
+
+    def _next_batches(self, number: int) -> list[MediaInputs | None]:
+        """Return the micro batches from `number` on that are encoded together."""
+        batches = self._batches[number:]
+        if self._is_trained:
+            return batches[:1]
+        patches = accumulate(0 if batch is None else int(batch.grids.prod(1).sum()) for batch in batches)
+        count = sum(total <= FORWARD_CALL_PATCHES * self.ranks for total in patches)
+        return batches[: max(count, 1)]
 
     def end(self) -> None:
         """End the step: run the tower's outstanding backward passes."""
@@ -191,11 +203,14 @@ class VisionEncoder:
         if self._is_timed:
             self._spans.append(TowerPass(begin, _now()))
 
-    def _encode(self, batch: MediaInputs | None) -> MediaFeatures | None:
-        if batch is None:
-            return None
-        trains, calls = self._is_trained, self._calls(batch)
-        patches = self._normalize(batch)
+    def _encode(self, batches: Sequence[MediaInputs | None]) -> list[MediaFeatures | None]:
+        """Encode micro batches together: only one if it has a backward pass."""
+        media = [batch for batch in batches if batch is not None]
+        if not media:
+            return [None] * len(batches)
+        trains, calls = self._is_trained, self._calls(media)
+        assert not trains or len(media) == 1
+        patches = torch.cat([self._normalize(batch) for batch in media])
         keeps_graph = trains and self.trains_tower and not self.recomputes
         features, states = [], []
         for call in calls:
@@ -204,13 +219,24 @@ class VisionEncoder:
                 features.append(self.tower.merge(call_states, call.plan))
             if trains and not self.trains_tower:
                 states.append(call_states)
-        exchange = self._plan_exchange(batch)
-        local_features = [part.detach() for part in features]
-        leaves = self._send(exchange, torch.cat(local_features, dim=1) if local_features else self._empty())
-        if trains:
-            leaves = {level: leaf.requires_grad_() for level, leaf in leaves.items()}
-            self._pending.append(_Encoded(exchange, leaves, calls, patches, features if keeps_graph else [], states))
-        return MediaFeatures(to_device(torch.cat(exchange.receives), runtime.device()), leaves)
+        local_features = torch.cat([part.detach() for part in features], dim=1) if features else self._empty()
+        square = self.settings.merge_size**2
+        parts = local_features.split([int(self._local_grids(b).prod(1).sum()) // square for b in media], dim=1)
+        results: list[MediaFeatures | None] = [None] * len(batches)
+        numbers = [number for number, batch in enumerate(batches) if batch is not None]
+        for number, batch, part in zip(numbers, media, parts, strict=True):
+            exchange = self._plan_exchange(batch)
+            leaves = self._send(exchange, part)
+            if trains:
+                leaves = {level: leaf.requires_grad_() for level, leaf in leaves.items()}
+                kept_features = features if keeps_graph else []
+                self._pending.append(_Encoded(exchange, leaves, calls, patches, kept_features, states))
+            results[number] = MediaFeatures(to_device(torch.cat(exchange.receives), runtime.device()), leaves)
+        return results
+
+    def _local_grids(self, batch: MediaInputs) -> Tensor:
+        """Return the grids of the media that this rank encodes: [media, 3]."""
+        return batch.grids[batch.encoders == self.rank]
 
     def _backward(self, encoded: _Encoded) -> None:
         gradients = self._send_back(encoded)
@@ -227,14 +253,15 @@ class VisionEncoder:
         shape = 1 + len(self.settings.deep_layers), 0, self.settings.output_size
         return torch.empty(shape, dtype=self.config.params_dtype, device=runtime.device())
 
-    def _calls(self, batch: MediaInputs) -> list[_Call]:
+    def _calls(self, batches: Sequence[MediaInputs]) -> list[_Call]:
         """Divide this rank's media into calls of the tower."""
-        grids = batch.grids[batch.encoders == self.rank]
+        grids = torch.cat([self._local_grids(batch) for batch in batches])
+        limit = CALL_PATCHES if self._is_trained else FORWARD_CALL_PATCHES
         ends = grids.prod(1).cumsum(0).tolist()
         calls: list[_Call] = []
         square, first, start = self.settings.merge_size**2, 0, 0
         for after in range(1, len(ends) + 1):
-            if after < len(ends) and ends[after] - start <= CALL_PATCHES:
+            if after < len(ends) and ends[after] - start <= limit:
                 continue
             end = ends[after - 1]
             plan = plan_patches(grids[first:after], self.settings, runtime.device())

@@ -99,6 +99,15 @@ def test_only_what_is_not_frozen_is_trained(frozen, recomputes, folder_of):
     assert is_right(result), result
 
 
+@pytest.mark.parametrize(("processes", "layout"), [(1, ""), (2, "TP2 SP"), (2, "CP2")])
+def test_micro_batches_are_encoded_together_without_a_backward_pass(processes, layout, folder_of):
+    frozen = {"frozen": {"frozen": f"{TOWER}|{MERGERS}"}, "trained": {}}
+    jobs = [{"name": name, "layout": LAYOUTS[processes][layout], "settings": s} for name, s in frozen.items()]
+    results = run(folder_of("qwen3_vl"), jobs, processes)
+    assert results["frozen"]["encodings"] == 1 < results["trained"]["encodings"]
+    assert all(map(is_right, results.values())), results
+
+
 @pytest.mark.parametrize(
     ("family", "fault", "layout"),
     [

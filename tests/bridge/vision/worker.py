@@ -169,7 +169,8 @@ def check(
     for chunk in model.chunks:
         enable_grads_through_frozen(chunk, has_trained_input=model.vision.trains)
     with FAULTS[fault](model) if fault else nullcontext():
-        return found | _gradients(folder, model, options, expected, frozen=bool(frozen)) | {"encoded": sum_of(encoded)}
+        found |= _gradients(folder, model, options, expected, frozen=bool(frozen))
+        return found | {"encoded": sum_of(encoded), "encodings": len(encoded)}
 
 
 def sum_of(counts: list[int]) -> int:
