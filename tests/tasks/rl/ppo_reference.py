@@ -43,6 +43,8 @@ class Ppo(Reference):
     def __init__(self, folder: Any, run: Trained, policy: Any, ref: Any, critic: Any, settings: Settings):
         super().__init__(folder, run, policy, ref)
         self.critic, self.ppo = critic.eval(), settings
+        for model in (policy, critic):
+            model.get_input_embeddings().padding_idx = None  # token 0 has a gradient where it is drawn
 
     def steps(self) -> list[dict[str, float]]:
         torch.set_num_threads(1)

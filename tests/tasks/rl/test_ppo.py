@@ -5,13 +5,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.tasks.preference.runs import Tensors, assert_close, assert_same_weights
 from tests.tasks.rl.ppo_reference import Ppo, Settings
 from tests.tasks.rl.runs import Place, Trained, assert_same_steps
+from tests.tasks.rl.test_async import ASIDE, ONE, SERVED, beside
+from tests.tasks.rl.test_turns import DUMPED, PLUGIN, ROOM
 from tests.tasks.rl.upstream import models
 
 pytestmark = pytest.mark.slow
@@ -189,6 +193,74 @@ def test_layouts(layout: str, processes: int, ppo: Place) -> None:
     assert_same_steps(run, expected)
     assert_same_weights(run.weights, expected.weights, ppo.start())
     assert_same_weights(critic_of(run), critic_of(expected), start_of(ppo, "critic"))
+
+
+class Turns(Ppo):
+    """Episodes of several turns, whose prompts and messages in between were not drawn. rows: episodes.jsonl's too."""
+
+    def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
+        is_drawn = torch.tensor(row["trained"])[1:] > 0
+        tokens = torch.tensor([row["tokens"]])
+        log_probs = (model(tokens).logits[0, :-1].float() / self.temperature).log_softmax(-1)[is_drawn]
+        chosen = log_probs.gather(1, tokens[0, 1:][is_drawn][:, None])[:, 0]
+        return chosen, torch.zeros_like(chosen)
+
+    def values(self, rows: list[dict]) -> Tensor:
+        values = []
+        for row in rows:
+            hidden = self.critic.model(torch.tensor([row["tokens"]])).last_hidden_state
+            values.append(self.critic.score(hidden)[0, :-1, 0][torch.tensor(row["trained"])[1:] > 0])
+        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
+
+
+TURNS = (
+    f"{PPO} --external_plugins turns.py rewards.py --multi_turn_scheduler asks --max_completion_length {ROOM} "
+    "--reward_funcs waves short --reward_weights 1 0.5"
+)
+
+
+def test_episodes_of_several_turns(ppo: Place) -> None:
+    """Tokens that were not drawn have no value, advantage or reward. Sums over time skip them."""
+    (ppo.folder / "turns.py").write_text(PLUGIN)
+    run = ppo.run(TURNS, script=DUMPED)
+    episodes = [json.loads(line) for line in (run.folder / "episodes.jsonl").read_text().splitlines()]
+    for row, episode in zip(run.completions, episodes, strict=True):
+        row |= episode
+    assert sum(-1 in np.diff(episode["trained"]) for episode in episodes) > 5  # drawn, and later not
+    critic = classifier(ppo.folder / "critic")
+    reference = Turns(ppo.folder / "qwen3", run, *models(ppo.folder / "qwen3", ppo.folder / "other"), critic, SETTINGS)
+    starts, log = states(reference), reference.steps()
+    names = "loss", "critic/loss", "values/mean", "returns/mean", "critic/explained_variance", "critic/clip_ratio"
+    for row, expected in zip(run.steps, log, strict=True):
+        assert_close(row, {name: expected[name] for name in names if name in expected})
+    for weights, expected, start in zip((run.weights, critic_of(run)), states(reference), starts, strict=True):
+        assert_same_weights(weights, expected, start)
+
+
+@later
+@pytest.mark.parametrize("layout", [TP, f"{CP} --critic_context_parallel_size 1", f"{CP} {PACKED}"])
+def test_episodes_of_several_turns_in_layouts(layout: str, ppo: Place) -> None:
+    (ppo.folder / "turns.py").write_text(PLUGIN)
+    run, expected = ppo.run(f"{TURNS} {layout}", 2), ppo.run(TURNS, script=DUMPED)
+    assert_same_steps(run, expected)
+    assert_same_weights(critic_of(run), critic_of(expected), start_of(ppo, "critic"))
+
+
+@later
+def test_completions_of_a_server(ppo: Place) -> None:
+    """The numbers of an engine in the process."""
+    plugins = f"--external_plugins rewards.py {ASIDE}"
+    run, expected = ppo.run(f"{PPO} {SERVED} {plugins}"), ppo.run(PPO)
+    assert_same_steps(run, expected)
+    assert_same_weights(critic_of(run), critic_of(expected), start_of(ppo, "critic"))
+
+
+@later
+def test_completions_that_are_drawn_meanwhile(ppo: Place) -> None:
+    """By weights of a generation before. Old log-probabilities and values are those of the step that they train."""
+    run = agree(ppo, beside(f"{PPO} {ONE}"), SETTINGS)
+    assert all(row["timing_s/idle"] >= 0 < row["timing_s/gen"] for row in run.steps)
+    assert run.steps[2]["sampling/sampling_logp_difference/mean"] > 1e-4
 
 
 @later
