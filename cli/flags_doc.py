@@ -22,6 +22,7 @@ from ..tasks.options import (
     PpoOptions,
     PrecomputeOptions,
     PtOptions,
+    PlanOptions,
     RecipeOptions,
     ReferenceOptions,
     RerankerOptions,
@@ -102,6 +103,7 @@ def page() -> str:
                 *_rollout(),
                 *_export(),
                 *_prepare(),
+                *_plan(),
                 *_different_defaults(),
                 *_legacy(),
                 *_foreign(),
@@ -181,6 +183,11 @@ def _export() -> Iterator[str]:
 def _prepare() -> Iterator[str]:
     yield "## swift prepare\n"
     yield from markdown_table(HEADINGS, map(_row, flags_of(RecipeOptions).values()))
+
+
+def _plan() -> Iterator[str]:
+    yield "## megatron plan\n"
+    yield from markdown_table(HEADINGS, map(_row, flags_of(PlanOptions).values()))
 
 
 def _groups(flags: Iterable[Flag]) -> Iterator[str]:

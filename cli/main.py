@@ -11,8 +11,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import click
@@ -23,6 +21,7 @@ from ..bridge.option_groups import flag_values
 from ..tasks.run.interrupt import EXIT_INTERRUPTED, finish
 from ..tasks.system import console
 from ..tasks.system.exit_guard import guarded_exit
+from .commands import ABOUT, COMMANDS, FIRST, USAGE, Command
 from .flags import Flag, OptionValue, UsageError, flags_of, nearest, show
 
 if TYPE_CHECKING:
@@ -30,91 +29,6 @@ if TYPE_CHECKING:
 
 type Sources = dict[str, str]  # source of each option's value
 type Options = Any  # instance of the command's option class
-
-
-@dataclass(frozen=True)
-class Command:
-    """Command, or one of its types."""
-
-    summary: str
-    options: str = ""  # class in tasks/options
-    task: str = ""  # module in tasks/ whose `run(options, sources)` is the command
-    by: str = ""  # flag that selects one of `types`; read before other flags
-    types: Mapping[str, "Command"] = field(default_factory=dict)  # the first is the default
-    positional: str = ""  # flag that the first word sets, if it is no flag
-
-    @property
-    def kinds(self) -> "Mapping[str, Command]":
-        """Types of the command, or the command itself."""
-        return {"": self} if self.options else self.types
-
-
-TASKS = {
-    "causal_lm": Command("Supervised fine-tuning on conversations.", "CausalLmOptions", "supervised.sft"),
-    "seq_cls": Command("Train a classifier or regressor with a score head.", "SeqClsOptions", "supervised.heads"),
-    "embedding": Command("Train a text-embedding model.", "EmbeddingOptions", "supervised.heads"),
-    "reranker": Command("Train a reranker with a score head.", "RerankerOptions", "supervised.heads"),
-    "generative_reranker": Command(
-        "Train a reranker that scores by the odds of a yes and a no token.",
-        "GenerativeRerankerOptions",
-        "supervised.heads",
-    ),
-}
-PREFERENCES = {
-    "dpo": Command(
-        "Direct preference optimization and variants, on chosen/rejected pairs.",
-        "DpoOptions",
-        "preference.preference",
-    ),
-    "orpo": Command("ORPO, on chosen/rejected pairs without a reference.", "OrpoOptions", "preference.preference"),
-    "simpo": Command("SimPO, on chosen/rejected pairs without a reference.", "SimpoOptions", "preference.preference"),
-    "cpo": Command("CPO, on chosen/rejected pairs without a reference.", "CpoOptions", "preference.preference"),
-    "kto": Command("KTO, on unpaired desirable or undesirable responses.", "KtoOptions", "preference.preference"),
-    "rm": Command("Train a reward model on chosen/rejected pairs.", "RmOptions", "preference.preference"),
-    "grpo": Command("GRPO: reinforcement learning with rewards of generated completions.", "GrpoOptions", "rl.grpo"),
-    "ppo": Command("PPO: the same with a critic, a model of the values of tokens.", "PpoOptions", "rl.ppo"),
-    "gkd": Command(
-        "GKD: distillation of a teacher, also on the student's own completions.", "GkdOptions", "distillation.gkd"
-    ),
-}
-COMMANDS = {
-    "megatron": {
-        "pt": Command("Continued pre-training on plain text.", "PtOptions", "supervised.sft"),
-        "sft": Command("Supervised fine-tuning; classifiers, embeddings, rerankers.", by="task_type", types=TASKS),
-        "rlhf": Command(
-            "Preferences, reward models, reinforcement learning, distillation.",
-            by="rlhf_type",
-            types=PREFERENCES,
-        ),
-        "export": Command("Convert checkpoints in any parallel layout.", "MegatronExportOptions", "convert.export"),
-        "run": Command("Train as a config file of verl, siiRL, Trinity-RFT, ROLL or Oumi says."),
-        "convert": Command("Print such a config as a config file of this command."),
-    },
-    "swift": {
-        "infer": Command("Chat with a model, or run it on a dataset.", "InferOptions", "infer"),
-        "export": Command("Convert checkpoints to megatron-core's format and back.", "ExportOptions", "convert.export"),
-        "rollout": Command("Serve a model for the rollouts of a training run.", "RolloutOptions", "rollout.serve"),
-        "prepare": Command(
-            "Write a public dataset as Parquet files for rewards by source: gsm8k, math or deepscaler.",
-            "RecipeOptions",
-            "prepare",
-            positional="recipe",
-        ),
-    },
-}
-ALSO = "--version prints the version, `doctor` checks this machine."
-ABOUT = {
-    "megatron": f"Train Hugging Face checkpoints with megatron-core, on a laptop's CPU or many GPUs. {ALSO}",
-    "swift": f"Run and convert trained models. {ALSO}",
-}
-USAGE = "[CONFIG.yaml] [--flag value ...]"
-# Options that help shows first.
-FIRST = (
-    "rlhf_type", "task_type", "model", "adapters", "dataset", "val_dataset", "output_dir", "max_length", "packing",
-    "tuner_type", "lora_rank", "lr", "num_train_epochs", "train_iters", "global_batch_size", "micro_batch_size",
-    "tensor_model_parallel_size", "resume_from_checkpoint", "reward_funcs", "teacher_model", "to_mcore", "to_hf",
-    "stream", "dry_run",
-)  # fmt: skip
 
 
 def megatron() -> NoReturn:
@@ -190,7 +104,8 @@ def _main(program: str, argv: list[str]) -> int:
         selected = _select(commands[name], words) if name else None
         words = [name, "--help"] if name else ["--help"]
         return _typer(program, name, selected)(words, prog_name=program, standalone_mode=False)
-    start = _run_export if name == "export" else _run_training if program == "megatron" else _run_in_process
+    is_training = program == "megatron" and name != "plan"
+    start = _run_export if name == "export" else _run_training if is_training else _run_in_process
     argv = _expanded(program, argv)
     config = _read_foreign(argv)
     options, sources, notes = read_options(program, argv, config)
@@ -346,8 +261,10 @@ def _run_export(command: Command, options: Options, sources: Sources, notes: lis
 
 def _run_in_process(command: Command, options: Options, sources: Sources, notes: list[str], argv: list[str]) -> int:
     from .checks.common import check_infer, check_recipe, check_rollout
+    from .checks.plan import check_plan
 
-    check = {"infer": check_infer, "rollout": check_rollout, "prepare": check_recipe}[argv[1]]
+    checks = {"infer": check_infer, "rollout": check_rollout, "prepare": check_recipe, "plan": check_plan}
+    check = checks[argv[1]]
     _print_notes([*notes, *check(options)])
     return _run(command, options, sources)
 

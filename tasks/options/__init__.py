@@ -41,6 +41,7 @@ from .groups import (
 )
 from .groups import ReferenceOptions as ReferenceOptions  # the base of several groups
 from .multi_turn import TurnOptions
+from .plan import PlanOptions as PlanOptions  # the option class of `megatron plan`
 from .plugins import PluginOptions
 from .policy import PolicyLossOptions
 from .recipes import RecipeOptions as RecipeOptions  # the option class of `swift prepare`

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from megaswift.cli.flags import Flag, UsageError, flags_of
-from megaswift.cli.main import COMMANDS, _hints_for_other_flags
+from megaswift.cli.commands import COMMANDS
+from megaswift.cli.main import _hints_for_other_flags
 from megaswift.cli.parse import from_argv
 from megaswift.tasks import options
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 from megaswift.cli.flags import flags_of
-from megaswift.cli.main import COMMANDS
+from megaswift.cli.commands import COMMANDS
 from megaswift.tasks import options as option_sets
 from megaswift.tasks.run.planning import SIZES, RoleName
 

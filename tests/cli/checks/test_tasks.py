@@ -9,7 +9,8 @@ import pytest
 from megaswift.cli.checks.common import check_training
 from megaswift.cli.checks.resume import METRICS
 from megaswift.cli.flags import UsageError, flags_of
-from megaswift.cli.main import PREFERENCES, TASKS, main, read_options
+from megaswift.cli.commands import PREFERENCES, TASKS
+from megaswift.cli.main import main, read_options
 from megaswift.tasks import options as option_sets
 from megaswift.tasks.options import DpoOptions, KtoOptions
 from megaswift.tasks.run.args_json import save_args

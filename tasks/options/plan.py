@@ -1,0 +1,46 @@
+"""Options of `megatron plan`. No torch: the command line imports this."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ...bridge.options import ModelOptions
+
+GpuName = Literal["h100", "h200", "h20", "a100", "b200", "l40s"]
+
+
+@dataclass
+class PlanOptions:
+    """megatron plan"""
+
+    model: Annotated[str, "Hugging Face checkpoint: a folder, or a hub id. Its config.json is enough."] = ""
+    use_hf: Annotated[bool, "Take hub ids from Hugging Face (else from ModelScope, if it is installed)."] = False
+    hub_token: Annotated[str | None, "Token for gated models."] = None
+    model_revision: Annotated[str | None, "Branch, tag or commit of the hub's model."] = None
+    gpus: Annotated[int, "Number of GPUs.", "(0, inf)"] = 8
+    gpus_per_node: Annotated[int, "GPUs of a node, which NVLink connects.", "(0, inf)"] = 8
+    gpu: Annotated[GpuName, "Kind of GPU; none needs to be present."] = "h100"
+    memory: Annotated[float | None, "GiB of a GPU. Default: the kind's.", "(0, inf)"] = None
+    max_length: Annotated[int, "Tokens of a pack.", "(0, inf)"] = 4096
+    document_length: Annotated[int | None, "Tokens of a document in the mean. Default: --max_length.", "(0, inf)"] = (
+        None
+    )
+    global_batch_size: Annotated[int, "Packs of a step.", "(0, inf)"] = 16
+    tuner_type: Annotated[Literal["full", "lora"], "Train all parameters, or adapters on all linear layers."] = "full"
+    lora_rank: Annotated[int, "Rank of the adapters.", "(0, inf)"] = 8
+    lora_dropout: Annotated[
+        float | None, "Dropout on the adapters' input. Default: 0.05; 0 with experts.", "[0, 1)"
+    ] = None
+    tensor_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
+    pipeline_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
+    context_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
+    expert_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
+    micro_batch_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
+    recompute: Annotated[bool | None, "Recompute all layers. Default: only where the layout does not fit."] = None
+    optimizer_cpu_offload: Annotated[
+        bool | None, "Keep the optimizer's state in host memory. Default: only where the layout does not fit."
+    ] = None
+    rows: Annotated[int, "Layouts to print.", "(0, inf)"] = 8
+
+    @property
+    def model_options(self) -> ModelOptions:
+        return ModelOptions(self.model, self.use_hf, self.hub_token, self.model_revision)

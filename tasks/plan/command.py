@@ -1,0 +1,162 @@
+"""`megatron plan`: a table of the layouts that fit, the fastest first, and the command of the best."""
+
+import torch
+
+from ...bridge import runtime
+from ...bridge.checkpoint.hub import model_folder, read_config
+from ...bridge.checkpoint.pretrained import load_config
+from ...bridge.families import family_of
+from ...bridge.lora.adapter_mapping import DEFAULT_DROPOUT
+from ...bridge.mapping.param_mapping import HfConfig
+from ...bridge.model.config import transformer_config
+from ...bridge.model.kernel_selection import choose_kernels
+from ...bridge.options import BuildOptions
+from ...templates.plural import plural
+from ..observability.flops import peak_flops
+from ..options import PlanOptions
+from .memory import Memory, Workload
+from .parameters import count_parameters
+from .search import Plan, Search, search, smallest_cluster
+from .speed import Machine
+
+GIB = 2**30
+# Names as torch has them, and GiB that a process sees.
+GPUS = {
+    "h100": ("NVIDIA H100", 79.1),
+    "h200": ("NVIDIA H200", 139.8),
+    "h20": ("NVIDIA H20", 95.1),
+    "a100": ("NVIDIA A100", 79.1),
+    "b200": ("NVIDIA B200", 178.3),
+    "l40s": ("NVIDIA L40S", 44.4),
+}
+OUTSIDE = 2 * GIB  # of a GPU's memory: CUDA's context and NCCL's buffers, which PyTorch does not count
+PINS = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "micro_batch": "micro_batch_size",
+    "recomputes": "recompute",
+    "offloads": "optimizer_cpu_offload",
+}
+HEADINGS = ("layout", "micro batch", "recompute", "AdamW on", *Memory._fields, "GiB", "s/step", "tokens/s/GPU")
+
+
+def run(options: PlanOptions, sources: dict[str, str]) -> int:
+    """Print the plans. Raises ValueError if nothing fits."""
+    folder = model_folder(options.model_options, weights=False)
+    hf_config = read_config(folder)
+    work = make_workload(hf_config, load_config(folder), options)
+    device, memory = GPUS[options.gpu]
+    memory = options.memory or memory
+    peak = peak_flops(device)
+    assert peak is not None
+    machine = Machine(peak, options.gpus_per_node)
+    pins = {field: value for field, flag in PINS.items() if (value := getattr(options, flag)) is not None}
+    limit = memory * GIB - OUTSIDE
+    result = search(work, options.gpus, machine, limit, pins)
+    print(_summary(options, work, device, memory, has_tower="vision_config" in hf_config))
+    if result.best is None:
+        raise ValueError(_misfit(options, work, machine, limit, result, pins))
+    print(table(work, result.plans[: options.rows]))
+    print(f"\n{len(result.plans):,} layouts fit, and {result.rejected:,} do not. The first:")
+    print(f"  {_command(options, result.best)}")
+    return 0
+
+
+def _command(options: PlanOptions, plan: Plan) -> str:
+    words = [
+        f"NPROC_PER_NODE={min(options.gpus, options.gpus_per_node)} megatron sft --model {options.model}",
+        f"--packing true --max_length {options.max_length} --global_batch_size {options.global_batch_size}",
+        plan.layout.flags(),
+        "--dataset ...",
+    ]
+    if options.tuner_type == "lora":
+        words.insert(1, f"--tuner_type lora --lora_rank {options.lora_rank}")
+        if options.lora_dropout is not None:
+            words.insert(2, f"--lora_dropout {options.lora_dropout:g}")
+    return " ".join(words)
+
+
+def make_workload(hf_config: HfConfig, transformers_config: object, options: PlanOptions) -> Workload:
+    """Return the model's sizes and the batch. Raises ValueError for a model that cannot be planned."""
+    runtime.enable()
+    architecture = family_of(hf_config).describe(hf_config)
+    build = BuildOptions()
+    config = transformer_config(
+        architecture, build, choose_kernels(build, architecture, torch.bfloat16), torch.bfloat16
+    )
+    try:
+        parameters = count_parameters(hf_config, transformers_config)
+    except ValueError as error:
+        raise ValueError(f"--model {options.model}: cannot be planned: {error}") from None
+    has_adapters, dropout = options.tuner_type == "lora", options.lora_dropout
+    if dropout is None:
+        dropout = 0.0 if config.num_moe_experts else DEFAULT_DROPOUT
+    return Workload(
+        config,
+        parameters,
+        architecture.vocab_size,
+        options.max_length,
+        options.document_length or options.max_length,
+        options.global_batch_size,
+        options.lora_rank if has_adapters else None,
+        dropout if has_adapters else 0.0,
+    )
+
+
+def table(work: Workload, plans: list[Plan]) -> str:
+    """Return the plans as lines of columns; memory in GiB of the rank that needs most."""
+    rows = [HEADINGS, *(_cells(work, plan) for plan in plans)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+def _cells(work: Workload, plan: Plan) -> tuple[str, ...]:
+    layout = plan.layout
+    return (
+        str(layout),
+        str(layout.micro_batch),
+        "all layers" if layout.recomputes else "none",
+        "host" if layout.offloads else "GPU",
+        *(f"{part / GIB:.1f}" for part in plan.memory),
+        f"{plan.memory.total / GIB:.1f}",
+        f"{plan.seconds:.2f}",
+        f"{plan.tokens_per_second(work):,.0f}",
+    )
+
+
+def _summary(options: PlanOptions, work: Workload, device: str, memory: float, *, has_tower: bool) -> str:
+    experts = sum(layer.expert for layer in work.parameters.layers)
+    of_experts = f", {experts / 1e9:.1f} billion in experts" if experts else ""
+    trained = "all of them" if work.lora_rank is None else f"LoRA of rank {work.lora_rank}"
+    size = f"{work.parameters.total / 1e9:.2f} billion parameters"
+    lines = [
+        f"{options.model}: {size}{of_experts}; training {trained} in bf16",
+        f"{plural(options.gpus, f'{device} GPU')} of {memory:g} GiB; steps of {plural(work.global_batch, 'pack')} of "
+        f"{work.length:,} tokens, in documents of {work.document_length:,}",
+    ]
+    if has_tower:
+        lines.append("The vision tower's weights are counted, its activations are not.")
+    return "\n".join([*lines, ""])
+
+
+def _misfit(
+    options: PlanOptions, work: Workload, machine: Machine, limit: float, result: Search, pins: dict[str, object]
+) -> str:
+    """Return the error message where nothing fits."""
+    if result.smallest is None:
+        return (
+            f"--gpus {options.gpus}, --global_batch_size {options.global_batch_size}: no layout divides the batch, the "
+            "model's heads, layers and experts, and the GPUs. Change one of them, or remove parallel sizes"
+        )
+    need, layout = result.smallest.memory.total + OUTSIDE, result.smallest.layout
+    cluster = smallest_cluster(work, machine, limit, pins)
+    fix = f"It fits on {cluster} GPUs" if cluster else "Set a shorter --max_length, or --tuner_type lora"
+    return (
+        f"--gpus {options.gpus}: no layout fits. The least memory is {need / GIB:.1f} GiB of each GPU, with "
+        f"{layout.flags()}. {fix}"
+    )

@@ -1,0 +1,53 @@
+"""One way to place a run on GPUs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GpuLayout:
+    """Parallel sizes of a run, and its choices of memory against time."""
+
+    gpus: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    micro_batch: int = 1
+    recomputes: bool = False  # all layers
+    offloads: bool = False  # the optimizer's state is on the host
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size of the weights outside of experts."""
+        return self.gpus // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_data(self) -> int:
+        """Data-parallel size of the experts."""
+        return self.gpus // (self.pipeline * self.expert)
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Return the number of micro batches of a rank in a step."""
+        return global_batch // (self.micro_batch * self.data)
+
+    def flags(self) -> str:
+        """Return the flags of `megatron` for this layout."""
+        sizes = {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "context_parallel_size": self.context,
+            "expert_model_parallel_size": self.expert,
+        }
+        words = [f"--{name} {size}" for name, size in sizes.items() if size > 1]
+        if self.tensor > 1:
+            words.append("--sequence_parallel true")
+        words.append(f"--micro_batch_size {self.micro_batch}")
+        if self.recomputes:
+            words.append("--recompute_granularity full --recompute_method uniform --recompute_num_layers 1")
+        if self.offloads:
+            words.append("--optimizer_cpu_offload true")
+        return " ".join(words)
+
+    def __str__(self) -> str:
+        sizes = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "EP": self.expert, "DP": self.data}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one GPU"

@@ -1,0 +1,164 @@
+"""Memory of a rank in bytes: states by arithmetic, activations by what the layers save for the backward pass.
+
+Activations are those of the fused kernels (bridge/kernels) with Transformer Engine's attention, in bf16. The results of
+scripts/bench hold the sum against `torch.cuda.max_memory_reserved` (tests/tasks/plan/test_memory.py).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.core.transformer import TransformerConfig
+
+from .gpu_layout import GpuLayout
+from .parameters import ModelParameters, Parameters
+
+BYTES = 2  # of a bf16 value
+GRADIENT_BYTES = 4
+OPTIMIZER_BYTES = 12  # an fp32 master and two moments
+# What PyTorch reserves beyond tensors that live at the peak: fragments, workspaces, buckets of gradients.
+RESERVE = 1.5 * 2**30
+EXPERT_SKEW = 1.1  # tokens of the busiest rank of expert parallelism, relative to the mean
+DROPOUT_MASK_BYTES = 1
+
+
+class Memory(NamedTuple):
+    """Bytes of a rank at the peak of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    reserve: float = RESERVE
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, as far as memory and time depend on it."""
+
+    config: TransformerConfig
+    parameters: ModelParameters
+    vocab_size: int
+    length: int  # tokens of a pack
+    document_length: int  # mean tokens of a document
+    global_batch: int  # packs
+    lora_rank: int | None = None  # None: all parameters are trained
+    lora_dropout: float = 0.0
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether a layer, from 0, has experts."""
+        if not self.config.num_moe_experts:
+            return False
+        frequency = self.config.moe_layer_freq
+        return bool(frequency[layer] if isinstance(frequency, list) else layer % frequency == 0)
+
+
+def stage_layers(num_layers: int, stages: int) -> list[range]:
+    """Return the layers of each pipeline stage, split evenly."""
+    size = num_layers // stages
+    return [range(stage * size, (stage + 1) * size) for stage in range(stages)]
+
+
+def memory_of_rank(work: Workload, layout: GpuLayout) -> Memory:
+    """Return the memory of a rank in the pipeline stage that needs most."""
+    stages = stage_layers(work.config.num_layers, layout.pipeline)
+    return max((_memory_of_stage(work, layout, stage, layers) for stage, layers in enumerate(stages)), key=_total)
+
+
+def _total(memory: Memory) -> float:
+    return memory.total
+
+
+def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: range) -> Memory:
+    is_last = stage == layout.pipeline - 1
+    held = work.parameters.of_stage(layers, is_first=stage == 0, is_last=is_last)
+    dense, experts = held.split / layout.tensor + held.replicated, held.expert / layout.expert
+    trained, trained_experts = dense, experts
+    if work.lora_rank is not None:
+        adapters = sum((_adapters(work, layer) for layer in layers), Parameters())
+        trained, trained_experts = adapters.split / layout.tensor, adapters.expert / layout.expert
+    shards = trained / (layout.data * layout.context) + trained_experts / layout.expert_data
+    tokens = layout.micro_batch * work.length / layout.context
+    in_flight = min(layout.pipeline - stage, layout.micro_batches(work.global_batch))
+    saved = {is_sparse: _saved_bytes(work, layout, is_sparse=is_sparse) for is_sparse in (False, True)}
+    sparse_layers = sum(map(work.is_sparse, layers))
+    if layout.recomputes:
+        layer_inputs = BYTES * work.config.hidden_size / layout.tensor * len(layers)
+        activations = tokens * (in_flight * layer_inputs + saved[sparse_layers > 0])
+    else:
+        activations = tokens * in_flight * ((len(layers) - sparse_layers) * saved[False] + sparse_layers * saved[True])
+    return Memory(
+        BYTES * (dense + experts),
+        GRADIENT_BYTES * (trained + trained_experts),
+        0.0 if layout.offloads else OPTIMIZER_BYTES * shards,
+        activations,
+        BYTES * tokens * work.vocab_size / layout.tensor if is_last else 0.0,
+    )
+
+
+def _saved_bytes(work: Workload, layout: GpuLayout, *, is_sparse: bool) -> float:
+    """Return the bytes that a layer saves per token of a rank, with sequence parallelism under tensor parallelism."""
+    skew = EXPERT_SKEW if layout.expert > 1 else 1.0
+    values = _attention_values(work.config)
+    values += _expert_values(work.config) * skew if is_sparse else _dense_values(work.config)
+    masks = 0.0
+    if work.lora_rank is not None and work.lora_dropout:
+        # Adapters save masks, and a copy of attention's output, which attention has saved too.
+        inputs = _adapter_inputs(work.config, is_sparse=is_sparse)
+        masks = DROPOUT_MASK_BYTES * inputs + BYTES * _head_values(work.config)[1]
+    return (BYTES * values + masks) / layout.tensor
+
+
+def _head_values(config: TransformerConfig) -> tuple[int, int]:
+    """Return the values of a token's queries, keys and values, and of attention's output."""
+    heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
+    if config.multi_latent_attention:
+        query = config.qk_head_dim + config.qk_pos_emb_head_dim  # type: ignore[attr-defined]
+        return heads * (2 * query + config.v_head_dim), heads * config.v_head_dim  # type: ignore[attr-defined]
+    dim = config.kv_channels or config.hidden_size // heads
+    return (heads + 2 * groups) * dim, heads * dim
+
+
+def _attention_values(config: TransformerConfig) -> int:
+    """Return the values that attention saves per token: its norm's input and output, its matrices' and kernel's."""
+    mixed, output = _head_values(config)
+    copies = 2 if config.qk_layernorm or config.multi_latent_attention else 1  # norms save the mixed queries and keys
+    return 2 * config.hidden_size + copies * mixed + output
+
+
+def _dense_values(config: TransformerConfig) -> int:
+    width = config.ffn_hidden_size or 4 * config.hidden_size
+    return 2 * config.hidden_size + (3 if config.gated_linear_unit else 2) * width
+
+
+def _expert_values(config: TransformerConfig) -> int:
+    """Return the values that a layer of experts saves per token: its norm's, the experts' inputs and MLPs."""
+    matrices = 3 if config.gated_linear_unit else 2
+    width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
+    copies = config.moe_router_topk * (config.hidden_size + matrices * width)
+    shared = matrices * (config.moe_shared_expert_intermediate_size or 0)
+    return 2 * config.hidden_size + copies + shared
+
+
+def _adapter_inputs(config: TransformerConfig, *, is_sparse: bool) -> int:
+    """Return the sum of the input sizes of the matrices with adapters, without those of experts."""
+    inputs = config.hidden_size + _head_values(config)[1]
+    return inputs if is_sparse else inputs + config.hidden_size + (config.ffn_hidden_size or 4 * config.hidden_size)
+
+
+def _adapters(work: Workload, layer: int) -> Parameters:
+    """Return the parameters of a layer's adapters on all linear layers."""
+    config, rank = work.config, work.lora_rank or 0
+    mixed, output = _head_values(config)
+    hidden, gates = config.hidden_size, 2 if config.gated_linear_unit else 1
+    sizes = hidden + mixed + output + hidden
+    if not work.is_sparse(layer):
+        width = config.ffn_hidden_size or 4 * hidden
+        return Parameters(split=rank * (sizes + hidden + gates * width + width + hidden))
+    width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * hidden
+    experts = (config.num_moe_experts or 0) * rank * (hidden + gates * width + width + hidden)
+    return Parameters(split=rank * sizes, expert=experts)

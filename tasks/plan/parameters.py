@@ -1,0 +1,117 @@
+"""Parameters of a model by where they lie: layers, and what tensor and expert parallelism divide.
+
+They are counted from the tables that load and save the model (bridge/mapping) and the shapes of transformers' model on
+the meta device.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...bridge.checkpoint.pretrained import empty_model
+from ...bridge.families import family_of
+from ...bridge.mapping.param_mapping import (
+    EMBEDDING,
+    EXPERTS,
+    OUTPUT,
+    TOWER,
+    Architecture,
+    HfConfig,
+    MappingEntry,
+    ParamKey,
+    expand_mappings,
+)
+
+
+@dataclass
+class Parameters:
+    """Numbers of parameters."""
+
+    split: int = 0  # by tensor parallelism
+    replicated: int = 0
+    expert: int = 0  # split by expert parallelism
+
+    @property
+    def total(self) -> int:
+        return self.split + self.replicated + self.expert
+
+    def __add__(self, other: "Parameters") -> "Parameters":
+        return Parameters(self.split + other.split, self.replicated + other.replicated, self.expert + other.expert)
+
+
+@dataclass
+class ModelParameters:
+    """Parameters of a model's parts."""
+
+    layers: list[Parameters]
+    embedding: Parameters = field(default_factory=Parameters)
+    output: Parameters = field(default_factory=Parameters)  # with the last norm; with the embedding's copy if tied
+    tower: Parameters = field(default_factory=Parameters)  # on every rank
+    tied: bool = False
+
+    @property
+    def total(self) -> int:
+        """Number in the checkpoint: a tied output layer counts once."""
+        parts = [*self.layers, self.embedding, self.output, self.tower]
+        return sum(part.total for part in parts) - (self.embedding.total if self.tied else 0)
+
+    def of_stage(self, layers: Sequence[int], *, is_first: bool, is_last: bool) -> Parameters:
+        """Return the parameters of a pipeline stage. With one stage a tied output layer is the embedding itself."""
+        stage = sum((self.layers[layer] for layer in layers), self.tower)
+        if is_first:
+            stage += self.embedding
+        if is_last:
+            stage += self.output
+        if is_first and is_last and self.tied:
+            stage.split -= self.embedding.split
+        return stage
+
+
+def count_parameters(hf_config: HfConfig, transformers_config: Any) -> ModelParameters:
+    """Count the parameters of the model of a config.json.
+
+    transformers_config: the same as transformers' config
+    Raises ValueError for a model with tensors whose shapes are not known.
+    """
+    family = family_of(hf_config)
+    architecture = family.describe(hf_config, vision=family.vision is not None and "vision_config" in hf_config)
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in empty_model(transformers_config).state_dict().items()}
+    model = ModelParameters(
+        [Parameters() for _ in range(architecture.transformer["num_layers"])], tied=architecture.tied
+    )
+    for key, entry in expand_mappings(family, hf_config, architecture, shapes).items():
+        part = _part(model, key)
+        count = _count(key, entry, shapes, architecture)
+        if EXPERTS in key.name:
+            part.expert += count
+        elif entry.kind.dim is None or key.name.startswith(TOWER):
+            part.replicated += count
+        else:
+            part.split += count
+    return model
+
+
+def _part(model: ModelParameters, key: ParamKey) -> Parameters:
+    if key.name.startswith(TOWER):
+        return model.tower
+    if key.layer is not None:
+        return model.layers[key.layer]
+    return model.embedding if key == EMBEDDING else model.output
+
+
+def _count(
+    key: ParamKey, entry: MappingEntry, shapes: Mapping[str, tuple[int, ...]], architecture: Architecture
+) -> int:
+    if entry.is_in(shapes):
+        sizes = [shapes[name] for name in entry.hf]
+        return sum(torch.Size(size[1:] if entry.num_experts else size).numel() for size in sizes)
+    if EXPERTS not in key.name or not key.name.endswith("weight"):
+        name = OUTPUT.name if key == OUTPUT else key.name
+        raise ValueError(f"the shape of {name} ({', '.join(entry.hf)}) is not known without the weights")
+    # transformers stacks the experts of a layer, which checkpoints have one by one.
+    arguments = architecture.transformer
+    size = arguments["hidden_size"] * arguments["moe_ffn_hidden_size"]
+    return size * (2 if arguments.get("gated_linear_unit") and "linear_fc1" in key.name else 1)

@@ -1,0 +1,87 @@
+"""Search of the layouts that fit, the fastest first."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+from .gpu_layout import GpuLayout
+from .memory import Memory, Workload, memory_of_rank
+from .speed import Machine, seconds_per_step
+
+MICRO_BATCHES = 1, 2, 4, 8, 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """GpuLayout with its memory and time."""
+
+    layout: GpuLayout
+    memory: Memory
+    seconds: float
+
+    def tokens_per_second(self, work: Workload) -> float:
+        """Return the tokens per second of a GPU."""
+        return work.global_batch * work.length / self.seconds / self.layout.gpus
+
+
+@dataclass(frozen=True)
+class Search:
+    """Result of a search: plans that fit, the fastest first, and the plan of the least memory among all."""
+
+    plans: list[Plan]
+    smallest: Plan | None  # None: the batch or the model's sizes exclude every layout
+    rejected: int  # layouts that do not fit
+
+    @property
+    def best(self) -> Plan | None:
+        return self.plans[0] if self.plans else None
+
+
+def search(work: Workload, gpus: int, machine: Machine, memory: float, pins: Mapping[str, object]) -> Search:
+    """Search the layouts of `gpus` GPUs. memory: bytes for tensors; pins: fields of GpuLayout that are not searched."""
+    plans, smallest, rejected = [], None, 0
+    for layout in _layouts(work, gpus, machine, pins):
+        for choice in _memory_choices(layout, pins):
+            plan = Plan(choice, memory_of_rank(work, choice), seconds_per_step(work, choice, machine))
+            if smallest is None or plan.memory.total < smallest.memory.total:
+                smallest = plan
+            if plan.memory.total <= memory:
+                plans.append(plan)
+                break  # the choices after it are slower
+            rejected += 1
+    return Search(sorted(plans, key=lambda plan: plan.seconds), smallest, rejected)
+
+
+def smallest_cluster(work: Workload, machine: Machine, memory: float, pins: Mapping[str, object]) -> int | None:
+    """Return the least number of GPUs, a power of two up to 1,024, that hold the run; None if none do."""
+    sizes = (2**power for power in range(11))
+    return next((gpus for gpus in sizes if search(work, gpus, machine, memory, pins).plans), None)
+
+
+def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, object]) -> Iterator[GpuLayout]:
+    """Yield the layouts that the model and the batch allow, without recomputation and offload."""
+    config = work.config
+    powers = [2**power for power in range(11) if 2**power <= gpus]
+    values = {
+        "tensor": [n for n in powers if n <= machine.per_node and config.num_attention_heads % n == 0],
+        "pipeline": [n for n in range(1, gpus + 1) if gpus % n == 0 and config.num_layers % n == 0],
+        "context": [n for n in powers if work.length % (2 * n) == 0],
+        "expert": [n for n in powers if config.num_moe_experts and config.num_moe_experts % n == 0] or [1],
+        "micro_batch": list(MICRO_BATCHES),
+    }
+    values |= {name: [pin] for name, pin in pins.items() if name in values}
+    for sizes in product(*values.values()):
+        layout = GpuLayout(gpus, **dict(zip(values, sizes, strict=True)))
+        model = layout.tensor * layout.pipeline * layout.context
+        if gpus % model or gpus % (layout.pipeline * layout.expert):
+            continue
+        if work.global_batch % (layout.micro_batch * layout.data) == 0:
+            yield layout
+
+
+def _memory_choices(layout: GpuLayout, pins: Mapping[str, object]) -> Iterator[GpuLayout]:
+    """Yield the layout with its choices of memory against time, the faster first."""
+    for offloads, recomputes in product((False, True), repeat=2):
+        choice = {"recomputes": recomputes, "offloads": offloads}
+        if all(pins.get(name, value) == value for name, value in choice.items()):
+            yield replace(layout, **choice)

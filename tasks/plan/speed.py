@@ -1,0 +1,116 @@
+"""Expected time of a step: FLOPs over what matrices of a size reach, bytes over links, and idle stages.
+
+The constants were fitted to docs/results.md (H200, bf16). They rank layouts; a run may be a fifth faster or slower.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ..observability.flops import Flops
+from .gpu_layout import GpuLayout
+from .memory import BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, Workload
+
+# Share of the peak that products reach: BEST for large matrices, less for a hidden size or expert width near SMALL.
+BEST, SMALL, SMALL_EXPERT = 0.615, 680.0, 650.0
+ATTENTION = 0.55  # share of the peak of attention's kernels, forward and backward
+DISPATCH = 0.95  # of experts' products: the rest of an expert layer's time is routing and permutation
+# Bytes a second of a GPU: all-gathers and reduce-scatters, all-to-alls with their waits, and links between nodes.
+NVLINK, NVLINK_ALL_TO_ALL, NETWORK = 160e9, 90e9, 40e9
+MEMORY_BANDWIDTH = 3.3e12  # of an H200's optimizer step
+HOST_PARAMETERS = 3.0e9  # parameters a second of a node's host per 32 cores, optimizer_cpu_offload
+OVERLAP = 0.7  # share of the gradients' exchange that is hidden behind the backward pass
+LORA_OVERHEAD = 1.3  # adapters add small products
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs that a plan is for."""
+
+    peak_flops: float  # dense bf16
+    per_node: int = 8
+
+
+def seconds_per_step(work: Workload, layout: GpuLayout, machine: Machine) -> float:
+    """Return the expected seconds of a step of `work.global_batch` packs."""
+    micro_batches = layout.micro_batches(work.global_batch)
+    compute = _compute_seconds(work, layout, machine)
+    exchange = _tensor_seconds(work, layout) + _expert_seconds(work, layout) + _context_seconds(work, layout)
+    stages = micro_batches + layout.pipeline - 1  # with the idle time of the first and last micro batches
+    return stages * (compute + exchange) + _update_seconds(work, layout, machine)
+
+
+def _compute_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
+    """Return the seconds of a micro batch's forward and backward pass on a rank."""
+    config = work.config
+    trained = 1.0 if work.lora_rank is None else 0.0
+    flops = Flops.of(config, work.vocab_size, trained=trained)
+    passes = 2 + trained + layout.recomputes  # forward, inputs' gradients, weights' gradients, forward again
+    attention_passes = 3 + layout.recomputes
+    share = layout.micro_batch / (layout.tensor * layout.pipeline * layout.context)
+    products = passes * 2 * flops.matrix_parameters * work.length * share
+    documents = work.length / work.document_length
+    pairs = flops.forward([work.document_length]) - 2 * flops.matrix_parameters * work.document_length
+    attention = attention_passes * pairs * documents * share
+    expert_share = _expert_share(work, flops)
+    dense_rate = BEST * (1 - math.exp(-config.hidden_size / math.sqrt(layout.tensor) / SMALL))
+    width = config.moe_ffn_hidden_size or 0
+    expert_rate = BEST * DISPATCH * (1 - math.exp(-width / SMALL_EXPERT)) if width else 1.0
+    seconds = products * (1 - expert_share) / dense_rate + products * expert_share / expert_rate + attention / ATTENTION
+    return seconds / machine.peak_flops * (LORA_OVERHEAD if work.lora_rank is not None else 1.0)
+
+
+def _expert_share(work: Workload, flops: Flops) -> float:
+    """Return the share of experts in the matrix products."""
+    config = work.config
+    sparse = sum(map(work.is_sparse, range(config.num_layers)))
+    width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 0
+    matrices = 3 if config.gated_linear_unit else 2
+    return sparse * matrices * config.hidden_size * config.moe_router_topk * width / flops.matrix_parameters
+
+
+def _stage_bytes(work: Workload, layout: GpuLayout) -> float:
+    """Return the bytes of a micro batch's hidden states, over the layers of a stage."""
+    tokens = layout.micro_batch * work.length / layout.context
+    return tokens * work.config.hidden_size * BYTES * work.config.num_layers / layout.pipeline
+
+
+def _tensor_seconds(work: Workload, layout: GpuLayout) -> float:
+    """Return the seconds of four all-gathers or reduce-scatters forward, and six backward, of each layer."""
+    moved = (10 + 4 * layout.recomputes) * _stage_bytes(work, layout) * (layout.tensor - 1) / layout.tensor
+    return moved / NVLINK
+
+
+def _expert_seconds(work: Workload, layout: GpuLayout) -> float:
+    """Return the seconds of two all-to-alls forward and two backward of each layer."""
+    if layout.expert == 1:
+        return 0.0
+    copies = work.config.moe_router_topk * _stage_bytes(work, layout) / layout.tensor
+    return (4 + 2 * layout.recomputes) * copies * (layout.expert - 1) / layout.expert / NVLINK_ALL_TO_ALL
+
+
+def _context_seconds(work: Workload, layout: GpuLayout) -> float:
+    """Return the seconds of keys and values around the ring, forward and backward, half of them hidden."""
+    if layout.context == 1:
+        return 0.0
+    config = work.config
+    groups = config.num_query_groups or config.num_attention_heads
+    keys = 2 * groups * (config.kv_channels or config.hidden_size // config.num_attention_heads) / config.hidden_size
+    return 0.5 * 3 * keys * _stage_bytes(work, layout) / layout.tensor * (layout.context - 1) / NVLINK
+
+
+def _update_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
+    """Return the seconds of the gradients' exchange that are not hidden, and of the optimizer's step."""
+    if work.lora_rank is not None:
+        return 0.0
+    parameters = work.parameters.total / layout.pipeline
+    experts = sum(layer.expert for layer in work.parameters.layers) / layout.pipeline
+    dense = (parameters - experts) / layout.tensor
+    held_experts = experts / layout.expert
+    replicas = layout.data * layout.context
+    link = NVLINK if layout.gpus <= machine.per_node else NETWORK
+    moved = dense * (replicas - 1) / replicas + held_experts * (layout.expert_data - 1) / layout.expert_data
+    exchange = (GRADIENT_BYTES + BYTES) * moved / link * (1 - OVERLAP)
+    updated = dense / replicas + held_experts / layout.expert_data
+    if layout.offloads:
+        return exchange + updated * min(layout.gpus, machine.per_node) / HOST_PARAMETERS
+    return exchange + updated * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES + BYTES) / MEMORY_BANDWIDTH
