@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from megaswift.cli.checks.common import check_training
-from megaswift.cli.flags import UsageError
 from megaswift.cli.commands import PREFERENCES, TASKS
+from megaswift.cli.flags import UsageError
 from megaswift.cli.main import read_options
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.run.planning import ProcessLayout

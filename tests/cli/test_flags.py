@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from megaswift.bridge.option_groups import flag_value, flag_values
-from megaswift.cli.flags import UsageError, flags_of
 from megaswift.cli.commands import COMMANDS
+from megaswift.cli.flags import UsageError, flags_of
 from megaswift.cli.main import main, read_options
 from megaswift.tasks import options
 from megaswift.tasks.run.args_json import save_args

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from megaswift.bridge.option_groups import flag_value
 from megaswift.cli.accepted_flags import ALWAYS_TRUE, COMPARED, NO_EFFECT
+from megaswift.cli.commands import COMMANDS
 from megaswift.cli.flags import flags_of
 from megaswift.cli.flags_doc import DIFFERENT_DEFAULTS, PAGE, page
 from megaswift.cli.legacy_flags import INVERTED, OLD_VALUES, RENAMED, REWRITTEN
-from megaswift.cli.commands import COMMANDS
 from megaswift.cli.unsupported_flags import UNSUPPORTED
 from megaswift.tasks import options as option_sets
 from megaswift.tasks.options import SftOptions

@@ -4,8 +4,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from megaswift.cli.flags import Flag, UsageError, flags_of
 from megaswift.cli.commands import COMMANDS
+from megaswift.cli.flags import Flag, UsageError, flags_of
 from megaswift.cli.main import _hints_for_other_flags
 from megaswift.cli.parse import from_argv
 from megaswift.tasks import options

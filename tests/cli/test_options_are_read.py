@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from megaswift.cli.flags import flags_of
 from megaswift.cli.commands import COMMANDS
+from megaswift.cli.flags import flags_of
 from megaswift.tasks import options as option_sets
 from megaswift.tasks.run.planning import SIZES, RoleName
 

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 from megaswift.cli.checks.common import check_training
-from megaswift.cli.flags import Flag, UsageError, convert, flags_of
 from megaswift.cli.commands import COMMANDS, PREFERENCES, TASKS
+from megaswift.cli.flags import Flag, UsageError, convert, flags_of
 from megaswift.cli.parse import resolve
 from megaswift.tasks import options
 from megaswift.tasks.run.planning import ProcessLayout

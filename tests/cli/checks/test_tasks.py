@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from megaswift.cli.checks.common import check_training
 from megaswift.cli.checks.resume import METRICS
-from megaswift.cli.flags import UsageError, flags_of
 from megaswift.cli.commands import PREFERENCES, TASKS
+from megaswift.cli.flags import UsageError, flags_of
 from megaswift.cli.main import main, read_options
 from megaswift.tasks import options as option_sets
 from megaswift.tasks.options import DpoOptions, KtoOptions

@@ -4,12 +4,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+from megaswift.cli.commands import COMMANDS
 from megaswift.cli.dialects.keys import general
 from megaswift.cli.dialects.run import load_dialect
 from megaswift.cli.dialects.table import Row
 from megaswift.cli.dialects.translation import Translation
 from megaswift.cli.flags import Flag, OptionValue, flags_of
-from megaswift.cli.commands import COMMANDS
 from megaswift.cli.main import _options  # pyright: ignore[reportPrivateUsage]
 
 from tests.cli.dialects.known_configs import NAMES, OWN, leaf_keys, row_for, rows_of, translated, tree_of, with_leaf
