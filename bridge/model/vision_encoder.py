@@ -11,25 +11,25 @@ after it.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from xxhash import xxh3_128
 
 from .. import runtime
 from ..layers.deepstack import MediaFeatures
 from ..layers.packed_seqs import to_device
-from ..layers.vision_tower import MERGERS, PatchPlan, VisionPart, plan_patches
+from ..layers.vision_tower import MERGERS, PatchPlan, VisionPart, VisionTower, plan_patches
+from .feature_exchange import Exchange, FeatureExchange
+from .media_inputs import MediaInputs
 
 # Patches that the tower takes at a time, with and without a backward pass, unless one medium has more. Without one, it
 # is also the limit of micro batches that are encoded together.
@@ -43,22 +43,8 @@ class Normalization(NamedTuple):
     std: Sequence[float]
 
 
-@dataclass(frozen=True)
-class MediaInputs:
-    """Images and videos of a micro batch. Images are before videos. Tensors are on the CPU, or pixels on the device.
-
-    All ranks of a replica have the same values, except the pixels, which are of the media that this rank encodes.
-    """
-
-    grids: Tensor  # [media, 3] int64: time, height and width in patches
-    encoders: Tensor  # [media] int64: rank within the replica that encodes it
-    image_pixels: Tensor  # [patches, channels * side * side] uint8
-    video_pixels: Tensor  # [patches, channels * frames * side * side] uint8
-    uses: Tensor  # [uses] int64: medium of each use in a document; a medium may have several, with all its tokens
-    context_ranks: Tensor  # [visual tokens] int64: the context-parallel rank that holds it
-    positions: Tensor  # [visual tokens] int64: its index in that rank's rows * local length
-    rows: int  # rows of the micro batch
-    local_length: int
+# (key and number of features of each medium, their features [levels, features, output_size])
+Store = Callable[[list[tuple[str, int]], Tensor], None]
 
 
 class _Call(NamedTuple):
@@ -69,18 +55,11 @@ class _Call(NamedTuple):
     plan: PatchPlan
 
 
-class _Exchange(NamedTuple):
-    """Exchange of one micro batch's features between the ranks of a replica."""
-
-    sends: list[Tensor]  # for each rank: [n] int64, indices of this rank's features that it needs
-    receives: list[Tensor]  # from each rank: [n] int64, positions of its features in this rank's hidden states
-
-
 @dataclass
 class _Encoded:
     """Inputs of the backward pass of one micro batch."""
 
-    exchange: _Exchange
+    exchange: Exchange
     leaves: dict[int, Tensor]
     calls: list[_Call]
     patches: Tensor  # normalized patches of this rank
@@ -110,21 +89,10 @@ class VisionEncoder:
         self.part, self.config = part, config
         self.tower, self.settings = part.vision, part.vision.vision_settings
         self.normalization: Normalization | None = None
+        self.store: Store | None = None  # takes the features that a frozen tower has computed
         self.is_pipelined = groups.pp.size() > 1
         self.recomputes = self.is_pipelined
-        self.tensor, self.context = groups.tp.size(), groups.cp.size()
-        self.sequence_parallel = config.sequence_parallel and self.tensor > 1
-        self.replica = _replica_group(groups)
-        self.rank, self.ranks = self.replica.rank(), self.replica.size()
-        assert self.rank == groups.tp.rank() + self.tensor * (groups.cp.rank() + self.context * groups.pp.rank())
-        # Leaves' gradients are of a loss times the ranks of data and context parallelism, whose gradients are averaged;
-        # those of the tower are averaged over all ranks.
-        self.gradient_scale = dist.get_world_size() / groups.dp_cp.size()
-        deep = range(1, len(self.settings.deep_layers) + 1)
-        self.levels = [
-            [level for level in (0, *deep) if (level == 0 and stage == 0) or level in layers]
-            for stage, layers in enumerate(stages)
-        ]
+        self.exchange = FeatureExchange(self.settings, config, groups, stages)
         self._batches: list[MediaInputs | None] = []
         self._features: list[MediaFeatures | None] = []
         self._pending: list[_Encoded] = []  # whose backward passes are to come
@@ -157,7 +125,7 @@ class VisionEncoder:
         self._batches, self._features = list(batches), []
         if self.is_pipelined:
             with self._timed():
-                self._features = [features for batch in batches for features in self._encode([batch])]
+                self._features = self._encode(batches)
 
     def features(self, number: int) -> MediaFeatures | None:
         """Return the features of a micro batch; None without media."""
@@ -165,17 +133,9 @@ class VisionEncoder:
             with self._timed():
                 self._run_backward()
                 self._features = [None] * number  # the schedule is done with them
-                self._features += self._encode(self._next_batches(number))
+                batches = self._batches[number:]
+                self._features += self._encode(batches[: 1 if self._is_trained else self._count_together(batches)])
         return self._features[number]
-
-    def _next_batches(self, number: int) -> list[MediaInputs | None]:
-        """Return the micro batches from `number` on that are encoded together."""
-        batches = self._batches[number:]
-        if self._is_trained:
-            return batches[:1]
-        patches = accumulate(0 if batch is None else int(batch.grids.prod(1).sum()) for batch in batches)
-        count = sum(total <= FORWARD_CALL_PATCHES * self.ranks for total in patches)
-        return batches[: max(count, 1)]
 
     def end(self) -> None:
         """End the step: run the tower's outstanding backward passes."""
@@ -204,42 +164,116 @@ class VisionEncoder:
             self._spans.append(TowerPass(begin, _now()))
 
     def _encode(self, batches: Sequence[MediaInputs | None]) -> list[MediaFeatures | None]:
-        """Encode micro batches together: only one if it has a backward pass."""
+        """Encode micro batches, and exchange their features; together unless they have a backward pass."""
         media = [batch for batch in batches if batch is not None]
-        if not media:
-            return [None] * len(batches)
-        trains, calls = self._is_trained, self._calls(media)
-        assert not trains or len(media) == 1
-        patches = torch.cat([self._normalize(batch) for batch in media])
-        keeps_graph = trains and self.trains_tower and not self.recomputes
+        if self._is_trained:
+            encoded = iter([self._encode_trained(batch) for batch in media])
+        else:
+            parts = zip(media, self.compute_features(media), strict=True)
+            encoded = (self._exchanged(self.exchange.plan(batch), features) for batch, features in parts)
+        return [None if batch is None else next(encoded) for batch in batches]
+
+    def _encode_trained(self, batch: MediaInputs) -> MediaFeatures:
+        """Encode a micro batch with a backward pass to come."""
+        patches, calls = self._normalize(batch), self._calls(self._local_grids(batch), CALL_PATCHES)
+        keeps_graph = self.trains_tower and not self.recomputes
         features, states = [], []
         for call in calls:
             with torch.set_grad_enabled(keeps_graph):
                 call_states = self.tower.encode(patches[call.patches], call.plan)
                 features.append(self.tower.merge(call_states, call.plan))
-            if trains and not self.trains_tower:
+            if not self.trains_tower:
                 states.append(call_states)
-        local_features = torch.cat([part.detach() for part in features], dim=1) if features else self._empty()
-        square = self.settings.merge_size**2
-        parts = local_features.split([int(self._local_grids(b).prod(1).sum()) // square for b in media], dim=1)
-        results: list[MediaFeatures | None] = [None] * len(batches)
-        numbers = [number for number, batch in enumerate(batches) if batch is not None]
-        for number, batch, part in zip(numbers, media, parts, strict=True):
-            exchange = self._plan_exchange(batch)
-            leaves = self._send(exchange, part)
-            if trains:
-                leaves = {level: leaf.requires_grad_() for level, leaf in leaves.items()}
-                kept_features = features if keeps_graph else []
-                self._pending.append(_Encoded(exchange, leaves, calls, patches, kept_features, states))
-            results[number] = MediaFeatures(to_device(torch.cat(exchange.receives), runtime.device()), leaves)
-        return results
+        exchange = self.exchange.plan(batch)
+        media = self._exchanged(exchange, torch.cat([self._empty(), *(part.detach() for part in features)], dim=1))
+        leaves = {level: leaf.requires_grad_() for level, leaf in media.levels.items()}
+        self._pending.append(_Encoded(exchange, leaves, calls, patches, features if keeps_graph else [], states))
+        return media
+
+    def _exchanged(self, exchange: Exchange, features: Tensor) -> MediaFeatures:
+        """Return the features of this rank's tokens, from those of the media that the ranks encode."""
+        leaves = self.exchange.send(exchange, features)
+        return MediaFeatures(to_device(torch.cat(exchange.receives), runtime.device()), leaves)
+
+    @torch.no_grad()
+    def compute_features(self, batches: Sequence[MediaInputs]) -> list[Tensor]:
+        """Return the features of the media that this rank encodes, of each micro batch, as MediaInputs.features."""
+        features: list[Tensor] = []
+        while batches:
+            count = self._count_together(batches)
+            features += self._compute_together(batches[:count])
+            batches = batches[count:]
+        return features
+
+    def _count_together(self, batches: Sequence[MediaInputs | None]) -> int:
+        """Return how many of the first micro batches are encoded together, without a backward pass."""
+        patches = accumulate(0 if batch is None else int(batch.grids.prod(1).sum()) for batch in batches)
+        return max(sum(total <= FORWARD_CALL_PATCHES * self.exchange.ranks for total in patches), 1)
+
+    def _compute_together(self, batches: Sequence[MediaInputs]) -> list[Tensor]:
+        """Return the features of micro batches that fit into a call or two of the tower."""
+        new = [self._new_media(batch) for batch in batches]
+        patches = torch.cat([self._normalize(batch) for batch, _ in new])
+        calls = self._calls(torch.cat([grids for _, grids in new]), FORWARD_CALL_PATCHES)
+        computed = [self.tower.merge(self.tower.encode(patches[call.patches], call.plan), call.plan) for call in calls]
+        counts = [int(self._feature_counts(grids).sum()) for _, grids in new]
+        parts = torch.cat([self._empty(), *computed], dim=1).split(counts, dim=1)
+        return [self._with_stored(batch, part) for batch, part in zip(batches, parts, strict=True)]
+
+    def _new_media(self, batch: MediaInputs) -> tuple[MediaInputs, Tensor]:
+        """Return a batch with the pixels of the media to compute alone, and their grids."""
+        grids = self._local_grids(batch)
+        if batch.features is not None:
+            is_new = torch.zeros(len(grids), dtype=torch.bool)
+        elif batch.stored is None or self.store is None:
+            return batch, grids
+        else:
+            is_new = ~batch.stored.is_read
+        patches, images = is_new.repeat_interleave(grids.prod(1)), len(batch.image_pixels)
+        pixels = batch.image_pixels[patches[:images]], batch.video_pixels[patches[images:]]
+        return replace(batch, image_pixels=pixels[0], video_pixels=pixels[1]), grids[is_new]
+
+    def _with_stored(self, batch: MediaInputs, computed: Tensor) -> Tensor:
+        """Return the features of a batch, from those that are computed and those that are read. Stores the former."""
+        if batch.features is not None:
+            return batch.features
+        if batch.stored is None or self.store is None:
+            return computed
+        stored, is_new = batch.stored, ~batch.stored.is_read
+        counts = self._feature_counts(self._local_grids(batch))
+        media = zip(stored.keys, counts.tolist(), is_new.tolist(), strict=True)
+        self.store([(key, count) for key, count, is_computed in media if is_computed], computed)
+        if is_new.all():
+            return computed
+        read = to_device(stored.values, runtime.device()).view(self.config.params_dtype)
+        # Positions of the media's features behind those that are read, then those that are computed.
+        order = is_new.repeat_interleave(counts).long().argsort(stable=True).argsort()
+        return torch.cat([read, computed], dim=1).index_select(1, to_device(order, runtime.device()))
+
+    def fingerprint(self) -> str:
+        """Return a hash of all that decides the features of given patches, but for the kernels."""
+        checksum = xxh3_128(repr((self.settings, self.normalization, self.config.params_dtype)).encode())
+        for name, tensor in sorted(self.tower.state_dict().items()):
+            checksum.update(repr((name, tensor.dtype, tensor.shape)).encode())
+            checksum.update(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy())
+        return checksum.hexdigest()
+
+    def free_tower(self) -> None:
+        """Free the tower's weights. From now on every batch must have its features."""
+        self.part.vision = self.tower = cast(VisionTower, torch.nn.Module())
 
     def _local_grids(self, batch: MediaInputs) -> Tensor:
         """Return the grids of the media that this rank encodes: [media, 3]."""
-        return batch.grids[batch.encoders == self.rank]
+        return batch.grids[batch.encoders == self.exchange.rank]
+
+    def _feature_counts(self, grids: Tensor) -> Tensor:
+        """Return the number of features of each medium: [media] int64."""
+        return grids.prod(1) // self.settings.merge_size**2
 
     def _backward(self, encoded: _Encoded) -> None:
-        gradients = self._send_back(encoded)
+        features = encoded.calls[-1].features.stop if encoded.calls else 0
+        shape = 1 + len(self.settings.deep_layers), features, self.settings.output_size
+        gradients = self.exchange.send_back(encoded.exchange, encoded.leaves, shape)
         for number, call in enumerate(encoded.calls):
             if encoded.features:
                 features, encoded.features[number] = encoded.features[number], self._empty()
@@ -253,10 +287,8 @@ class VisionEncoder:
         shape = 1 + len(self.settings.deep_layers), 0, self.settings.output_size
         return torch.empty(shape, dtype=self.config.params_dtype, device=runtime.device())
 
-    def _calls(self, batches: Sequence[MediaInputs]) -> list[_Call]:
-        """Divide this rank's media into calls of the tower."""
-        grids = torch.cat([self._local_grids(batch) for batch in batches])
-        limit = CALL_PATCHES if self._is_trained else FORWARD_CALL_PATCHES
+    def _calls(self, grids: Tensor, limit: int) -> list[_Call]:
+        """Divide media of these grids into calls of the tower."""
         ends = grids.prod(1).cumsum(0).tolist()
         calls: list[_Call] = []
         square, first, start = self.settings.merge_size**2, 0, 0
@@ -280,8 +312,9 @@ class VisionEncoder:
                 planes = to_device(pixels, device).view(-1, settings.channels, frames, area).float()
                 planes = planes.sub_(mean).div_(std).to(self.config.params_dtype)
                 parts.append(planes.expand(-1, -1, settings.temporal_patch_size, -1).flatten(1))
-        empty = torch.empty(0, settings.channels * settings.temporal_patch_size * area, device=device)
-        return torch.cat(parts) if parts else empty
+        width = settings.channels * settings.temporal_patch_size * area
+        empty = torch.empty(0, width, dtype=self.config.params_dtype, device=device)
+        return torch.cat([empty, *parts])
 
     @cached_property
     def _pixel_statistics(self) -> tuple[Tensor, Tensor]:
@@ -295,80 +328,6 @@ class VisionEncoder:
             for values in self.normalization
         )
         return mean, std
-
-    def _plan_exchange(self, batch: MediaInputs) -> _Exchange:
-        counts = (batch.grids.prod(1) // self.settings.merge_size**2).numpy()
-        encoders, uses = batch.encoders.numpy(), batch.uses.numpy()
-        starts = np.empty_like(counts)  # index of each medium's first feature among those of its owner
-        for owner in range(self.ranks):
-            owned_counts = counts[encoders == owner]
-            starts[encoders == owner] = owned_counts.cumsum() - owned_counts
-        counts = counts[uses]
-        # NumPy's repeat: torch's starts a thread per core, and took 77 to 171 ms a step beside data workers (16 cores).
-        owners = torch.from_numpy(np.repeat(encoders[uses], counts))
-        offsets = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        indices = torch.from_numpy(np.repeat(starts[uses], counts) + offsets)  # a token's feature, among its owner's
-        rows, positions = batch.positions // batch.local_length, batch.positions % batch.local_length
-        length = batch.local_length // self.tensor if self.sequence_parallel else batch.local_length
-        tensor_ranks, hidden = positions // length, positions % length * batch.rows + rows
-
-        def is_needed(rank: int) -> Tensor:
-            needed = batch.context_ranks == rank // self.tensor % self.context
-            return needed & (tensor_ranks == rank % self.tensor) if self.sequence_parallel else needed
-
-        own_needed, is_own = is_needed(self.rank), owners == self.rank
-        return _Exchange(
-            [indices[is_own & is_needed(rank)] for rank in range(self.ranks)],
-            [hidden[(owners == rank) & own_needed] for rank in range(self.ranks)],
-        )
-
-    def _takes(self, rank: int, level: int) -> bool:
-        return level in self.levels[rank // (self.tensor * self.context)]
-
-    def _send(self, exchange: _Exchange, features: Tensor) -> dict[int, Tensor]:
-        """Return the features of this rank's tokens by level: [tokens, output_size]."""
-        leaves = {}
-        for level in range(len(features)):
-            takers = [rank for rank in range(self.ranks) if self._takes(rank, level)]
-            index = to_device(torch.cat([exchange.sends[rank] for rank in takers]), features.device)
-            rows = features[level].index_select(0, index)
-            if self.ranks > 1:
-                sent = [len(exchange.sends[rank]) if rank in takers else 0 for rank in range(self.ranks)]
-                received = [len(part) if self.rank in takers else 0 for part in exchange.receives]
-                rows = self._all_to_all(rows, sent, received)
-            if self.rank in takers:
-                leaves[level] = rows
-        return leaves
-
-    def _send_back(self, encoded: _Encoded) -> Tensor:
-        """Return the gradients of this rank's features: [levels, features, output_size] fp32."""
-        exchange = encoded.exchange
-        features = encoded.calls[-1].features.stop if encoded.calls else 0
-        levels = 1 + len(self.settings.deep_layers)
-        gradients = torch.zeros(levels, features, self.settings.output_size, device=runtime.device())
-        for level in range(levels):
-            # Without sequence parallelism tensor-parallel ranks have the same gradient: the first one sends it.
-            takers = [
-                rank
-                for rank in range(self.ranks)
-                if self._takes(rank, level) and (self.sequence_parallel or rank % self.tensor == 0)
-            ]
-            leaf = encoded.leaves.get(level)
-            rows = self._empty()[0]
-            if leaf is not None and self.rank in takers:
-                rows = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            if self.ranks > 1:
-                sent = [len(part) if self.rank in takers else 0 for part in exchange.receives]
-                received = [len(exchange.sends[rank]) if rank in takers else 0 for rank in range(self.ranks)]
-                rows = self._all_to_all(rows, sent, received)
-            index = torch.cat([exchange.sends[rank] for rank in takers])
-            gradients[level].index_add_(0, to_device(index, rows.device), rows.float())
-        return gradients.mul_(self.gradient_scale)
-
-    def _all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        output = rows.new_empty((sum(received), rows.shape[1]))
-        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=self.replica)
-        return output
 
 
 class TowerPass(NamedTuple):
@@ -392,13 +351,3 @@ def _now() -> torch.cuda.Event | float:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _replica_group(groups: ProcessGroupCollection) -> ProcessGroup:
-    """Return the group of this rank's replica: the ranks with the same data-parallel index. Every rank calls this."""
-    indices: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(indices, groups.dp.rank())
-    replicas = [
-        dist.new_group([rank for rank, other in enumerate(indices) if other == index]) for index in sorted(set(indices))
-    ]
-    return cast(ProcessGroup, replicas[groups.dp.rank()])

@@ -4,7 +4,7 @@
 the answers of the dataset or, with --seq_kd, on the teacher's completions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -18,7 +18,7 @@ from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
 from ...templates.batching.prompt_dataloader import Prompt, Prompts
-from ...templates.dataset.placed_media import Document
+from ...templates.dataset.placed_media import Document, PlacedMedium
 from ..distributed.collectives import run_on_all_ranks
 from ..losses.distillation import distillation_loss
 from ..options import GkdOptions
@@ -30,17 +30,36 @@ from ..rollout.engine_group import EngineGroup
 from ..rollout.eos import eos_token_ids
 from ..rollout.factory import ModelRollout, open_rollout
 from ..rollout.transformers_engine import TransformersEngine
-from ..run.context import Run, episode_plan
+from ..run.context import Run, episode_plan, has_media
 from ..train.evaluation import evaluate_on
 from ..train.objective import Objective, StepRunner, forward_flops, grouping_of, means, no_flops
 from ..train.setup import train
 from ..train.step import TrainState
 from .teacher import Teacher
 
+Answers = list[tuple[Document, Sequence[PlacedMedium]]]  # conversations with their images and videos
+
 
 def run(options: GkdOptions, sources: dict[str, str]) -> int:
     """Run the task and return its exit code. sources: where each option's value came from, for args.json."""
-    return train(options, sources, make_gkd)  # type: ignore[arg-type]
+    return train(options, sources, make_gkd, check_media)  # type: ignore[arg-type]
+
+
+def check_media(run: Run) -> None:
+    """Raise ValueError if the data has images or videos, and the run needs an engine or a server, which see none."""
+    options = run.options
+    assert isinstance(options, GkdOptions)
+    if not has_media(run.data):
+        return
+    problem = "the data has images or videos, which {} in this version"
+    if options.seq_kd:
+        raise ValueError(f"--seq_kd true: {problem.format('the teacher does not see as it generates')}. Remove it")
+    if options.rolls_out:
+        flag = f"--lmbda {options.lmbda:g}"
+        raise ValueError(f"{flag}: {problem.format('the student does not see as it generates')}. Set --lmbda 0")
+    if options.teacher.teacher_model_server:
+        flag = f"--teacher_model_server {options.teacher.teacher_model_server}"
+        raise ValueError(f"{flag}: {problem.format('a server does not see')}. Set --teacher_model")
 
 
 def make_gkd(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tuple[Objective, list[str]]:
@@ -121,17 +140,17 @@ class Gkd:
                 with self.student.awake():
                     with self._phase(trainer, "update_weights"):
                         self.metrics.add_weight_sync(self.student.update_weights(trainer.state))
-                    documents = self.generate(trainer, "student", prompts)
+                    answers = self.generate(trainer, "student", prompts)
             elif self.options.seq_kd:
                 self.samplers["teacher"].rollout.wake()
-                documents = self.generate(trainer, "teacher", prompts)
+                answers = self.generate(trainer, "teacher", prompts)
                 self.samplers["teacher"].rollout.sleep()
             else:
-                documents = [prompt.reference_document for prompt in prompts if prompt.reference_document]
+                answers = _answers(prompts)
             self.metrics.add_mean("gkd/on_policy_fraction", [is_on_policy])
             self.metrics.count_step()
             with trainer.phase("data"):
-                batches = self.batches(documents, off_policy=not is_on_policy)
+                batches = self.batches(answers, off_policy=not is_on_policy)
             with self._phase(trainer, "teacher"):
                 batches = self.teacher.annotate(batches, self.sequences)
             trainer.step(batches)
@@ -142,7 +161,7 @@ class Gkd:
         with trainer.phase(name), self.metrics.timed(name):
             yield
 
-    def generate(self, trainer: StepRunner, writer: str, prompts: list[Prompt]) -> list[Document]:
+    def generate(self, trainer: StepRunner, writer: str, prompts: list[Prompt]) -> Answers:
         """Return the prompts with completions of `writer` (student or teacher). All their tokens are trained on."""
         phase, turns = partial(self._phase, trainer), self.multi_turn if writer == "student" else None
         first = self.prompts.consumed - len(prompts)
@@ -162,12 +181,13 @@ class Gkd:
                 episode.request_id = request_id
             turns(self.samplers[writer], prompts, episodes, self.metrics, phase)
         self.metrics.add_lengths(episodes)
-        return [(episode.tokens, episode.loss_mask) for episode in episodes]
+        return [((episode.tokens, episode.loss_mask), ()) for episode in episodes]
 
-    def batches(self, documents: list[Document], *, off_policy: bool) -> list[Batch]:
+    def batches(self, answers: Answers, *, off_policy: bool) -> list[Batch]:
         """Return micro batches of the documents. off_policy: not by the student; the documents' labels hold this."""
-        tokens, weights = ([document[part] for document in documents] for part in range(2))
-        self.sequences = Sequences(tokens, weights, [float(off_policy)] * len(documents))
+        tokens, weights = ([document[part] for document, _ in answers] for part in range(2))
+        media = [media for _, media in answers]
+        self.sequences = Sequences(tokens, weights, [float(off_policy)] * len(answers), media=media)
         return self.plan.batches(self.sequences)
 
     def prepare(self, state: TrainState, batches: list[Batch], evaluates: bool) -> list[Batch]:
@@ -188,8 +208,7 @@ class Gkd:
     def evaluate(self, state: TrainState, val: Prompts, max_batches: int, tick: Callable[[], None]) -> dict[str, float]:
         """Return the loss on the answers of the evaluation data, as `eval_<name>` (see `Loop.evaluate`)."""
         prompt_batches = val.one_pass(self.options.training.global_batch_size)
-        answers = ([p.reference_document for p in prompts if p.reference_document] for prompts in prompt_batches)
-        steps = (self.batches(documents, off_policy=True) for documents in answers if documents)
+        steps = (self.batches(answers, off_policy=True) for answers in map(_answers, prompt_batches) if answers)
         return evaluate_on(state, islice(steps, max_batches if max_batches >= 0 else None), self.objective, tick)
 
     def pop_metrics(self) -> dict[str, float]:
@@ -218,6 +237,11 @@ class Gkd:
     def release(self) -> None:
         if self.student is not None:
             self.student.release()
+
+
+def _answers(prompts: list[Prompt]) -> Answers:
+    """Return the conversations of the rows that have an answer."""
+    return [(prompt.reference_document, prompt.reference_media) for prompt in prompts if prompt.reference_document]
 
 
 def _gkd_means(sums: dict[str, float], weight: float) -> dict[str, float]:

@@ -20,13 +20,16 @@ from ...bridge.layers.divergence import divergence, reshard_rows, top_divergence
 from ...bridge.layers.logprobs import OutputMatrix, label_log_probs
 from ...bridge.model.model import Model
 from ...bridge.model.outputs import HiddenStates
+from ...bridge.model.vision_encoder import VisionEncoder
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
+from ..distributed.collectives import all_gather_objects
 from ..observability.flops import Flops
 from ..options import GkdOptions
 from ..reference.frozen_model import build_frozen, forward_only, offloaded
 from ..run.context import Run
 from ..run.roles import Role
+from ..train.media_features import share_features
 from ..train.objective import extras_of
 from .remote_teacher import RemoteTeacher
 from .resharded_teacher import OwnLayoutOutputs, ReshardedOutputs
@@ -55,6 +58,7 @@ class Teacher:
         self.flops: Flops | None = None  # of its forward passes in these processes
         self.resharded: ReshardedOutputs | None = None  # None: in the student's layout
         self.server: RemoteTeacher | None = None
+        self.shared_encoder: VisionEncoder | None = None  # the student's, if the teacher has the same frozen tower
         if options.teacher.teacher_model_server:
             self.server = RemoteTeacher(run, options, self.vocab_size)
             self.resharded = ReshardedOutputs(self.server, plan, student, top=self.top)
@@ -67,6 +71,10 @@ class Teacher:
         architecture = self.model.architecture
         self.vocab_size, self.scale = min(self.vocab_size, architecture.vocab_size), architecture.logits_scale
         self.flops = Flops.of_model(self.model)
+        self.shared_encoder = None if role.has_own_layout else _shared_encoder(student, self.model)
+        if self.shared_encoder:
+            self.flops = replace(self.flops, vision=None)
+            self.location += ", whose images are encoded by the student's vision tower"
         if self.top and self.top > self.vocab_size:
             raise ValueError(f"--gkd_logits_topk {self.top}: the vocabulary has {self.vocab_size} tokens. Set fewer")
         if not role.has_own_layout:
@@ -93,6 +101,8 @@ class Teacher:
 
     def annotate(self, batches: list[Batch], sequences: Sequences) -> list[Batch]:
         """Return the micro batches with TeacherExtras. sequences: the step's, of all ranks."""
+        if self.shared_encoder:
+            share_features(self.shared_encoder, batches)
         outputs = self.resharded.compute(batches, sequences) if self.resharded else self._forward(batches)
         if not outputs:  # not the last pipeline stage
             return batches
@@ -133,6 +143,16 @@ class Teacher:
         if not likelihood:
             return divergences
         return torch.stack((divergences, label_log_probs(hidden, output, batch.labels, temperature=self.student_scale)))
+
+
+def _shared_encoder(student: Model, teacher: Model) -> VisionEncoder | None:
+    """Return the student's encoder if it is frozen and the teacher's tower is the same, which is then freed."""
+    if not (student.vision and teacher.vision) or student.vision.trains:
+        return None
+    if not all(all_gather_objects(teacher.vision.fingerprint() == student.vision.fingerprint())):
+        return None
+    teacher.vision.free_tower()
+    return student.vision
 
 
 def _hidden_states(hidden: Tensor, output: OutputMatrix) -> Tensor:

@@ -1,6 +1,7 @@
 """Redistribution of per-token values between two parallel layouts, and to all ranks by document."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -63,6 +64,8 @@ class LabelPlacement:
 
     def __call__(self, sequences: Sequences) -> list[list[np.ndarray]]:
         """Return `BatchPlan.label_ids` of each rank's micro batches."""
+        # Images have no labels: without them they are not decoded for each rank.
+        sequences = replace(sequences, media=[])
         starts, ids_of_plan = document_starts(sequences), {}
         rank_ids: list[list[np.ndarray]] = []
         for coordinates in self._ranks:

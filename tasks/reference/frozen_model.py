@@ -22,6 +22,7 @@ from ...bridge.model.model import Model
 from ...bridge.model.vision_encoder import Normalization
 from ...templates.batching.collator import Batch
 from ...templates.json_types import JsonObject
+from ...templates.media.families import differing_setting
 from ..distributed.collectives import broadcast_from_rank0, local_rank0_first, run_on_all_ranks
 from ..run.context import Run, has_media
 from ..run.load_weights import read_weights
@@ -67,6 +68,11 @@ def _has_tower(run: Run, hf_config: JsonObject, folder: Path, typed_flag: str | 
         raise ValueError(
             f"{typed_flag or folder}: has no vision tower, and the data has images. Set a vision-language model of the "
             "same family"
+        )
+    if has_media(run.data) and (setting := differing_setting(run.hf_config, hf_config)):
+        raise ValueError(
+            f"{typed_flag or folder}: takes images in another form than the trained model ({setting} differs). Set a "
+            "vision-language model of the same family"
         )
     return has_tower and (run.builds_tower or vision.needs_tower(folder))
 

@@ -26,12 +26,11 @@ from ...bridge.layers.deepstack import MediaFeatures
 from ...bridge.layers.packed_seqs import to_device
 from ...bridge.model.model import Model, ModelInputs, OutputProcessor
 from ...bridge.model.outputs import LogProbs
-from ...bridge.model.vision_encoder import MediaInputs
 from ...templates.batching.collator import Batch
-from ...templates.batching.media_batch import MediaBatch
 from ..losses.tokens import cross_entropy, weigh_by_probability
 from ..run.vocabulary import check_tokens
 from .loss_spikes import SpikeFilter
+from .media_features import media_inputs, release_features
 from .optimizer import update
 
 # (micro batch, model output) -> (this micro batch's share of the loss, metrics)
@@ -365,29 +364,16 @@ def run_micro_batches(
     )
     if model.vision:
         model.vision.end()
+        if not forward_only:
+            release_features(batches)
     return metrics
 
 
 def _begin_encoding(model: Model, batches: list[Batch], *, forward_only: bool) -> None:
     if model.vision:
-        inputs = [batch.media and _media_inputs(batch.media, *batch.tokens.shape) for batch in batches]
-        model.vision.begin(inputs, forward_only=forward_only)
+        model.vision.begin([media_inputs(batch) for batch in batches], forward_only=forward_only)
     elif any(batch.media for batch in batches):
         raise RuntimeError("the data has images, and the model was built without its vision tower")
-
-
-def _media_inputs(media: MediaBatch, rows: int, local_length: int) -> MediaInputs:
-    return MediaInputs(
-        media.grids,
-        media.encoders,
-        media.image_pixels,
-        media.video_pixels,
-        media.uses,
-        media.context_ranks,
-        media.positions,
-        rows,
-        local_length,
-    )
 
 
 def _inputs(batch: Batch, positions: Tensor | None, media: MediaFeatures | None, *, replays: bool) -> ModelInputs:

@@ -27,3 +27,5 @@ class MediaBatch(TensorDataclass):
     context_ranks: Tensor  # [visual tokens] int64
     positions: Tensor  # [visual tokens] int64
     broken_media: int = 0  # media of this rank that cannot be decoded, and are replaced by grey
+    # Of this rank's media, where a step's earlier pass has computed them: [levels, features, size] on the device.
+    features: Tensor | None = None

@@ -26,6 +26,10 @@ def has_sentinels(text: str) -> bool:
     return IMAGE in text or VIDEO in text
 
 
+def count_sentinels(text: str) -> int:
+    return sum(text.count(sentinel) for sentinel in KINDS)
+
+
 def to_blocks(text: str) -> list[JsonObject]:
     """Return a text with sentinels as the content blocks that chat templates take."""
     blocks: list[JsonObject] = []

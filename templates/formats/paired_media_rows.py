@@ -12,8 +12,8 @@ from itertools import chain
 from ..json_types import Json, JsonObject
 from .media_rows import COLUMNS, MediaRow, split_media, to_media_conversation, to_media_text
 from .medium import MediaKind, Medium
-from .paired_rows import ContrastiveRow, Passage, to_answer, to_contrastive, to_pair
-from .schemas import UNGROUPED, Conversation, Stage, UnusableRow
+from .paired_rows import ContrastiveRow, Passage, to_answer, to_answered, to_contrastive, to_pair
+from .schemas import UNGROUPED, Conversation, Stage, UnusableRow, to_prompt
 
 
 def to_media_pair(row: JsonObject) -> tuple[tuple[Conversation, Conversation], JsonObject | None]:
@@ -31,6 +31,15 @@ def to_media_answer(row: JsonObject) -> tuple[Conversation, JsonObject | None]:
     conversation = to_answer(media_row.row)
     media_row.place_in(conversation)
     return conversation, media_row.objects
+
+
+def to_media_prompt(row: JsonObject, *, needs_answer: bool) -> tuple[Conversation, bool, JsonObject | None]:
+    """Return a conversation that ends with an answer or with a question, whether with an answer, and the objects."""
+    media_row = split_media(row)
+    answered = to_answered(media_row.row, is_required=needs_answer)
+    conversation = answered or to_prompt(media_row.row)
+    media_row.place_in(conversation)
+    return conversation, answered is not None, media_row.objects
 
 
 def to_media_contrastive(row: JsonObject) -> ContrastiveRow:

@@ -3,8 +3,9 @@
 The processors of these families have one form, that of Qwen2-VL. To add such a family, add a row.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,18 @@ FAMILIES = {
     "qwen3_vl": VisionFamily("norm1000", has_timestamps=True),
     "qwen3_vl_moe": VisionFamily("norm1000", has_timestamps=True),
 }
+
+TOWER_SETTINGS = "patch_size", "spatial_merge_size", "temporal_patch_size", "tokens_per_second"
+TOKEN_SETTINGS = "image_token_id", "video_token_id"
+
+
+def differing_setting(config: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return a setting that makes patches, tokens or positions of two models differ; None if they are the same.
+
+    config, other: config.json of models with a vision tower
+    """
+    if FAMILIES[config["model_type"]] != FAMILIES[other["model_type"]]:
+        return "model_type"
+    pairs = {name: (config.get(name), other.get(name)) for name in TOKEN_SETTINGS}
+    pairs |= {name: (config["vision_config"].get(name), other["vision_config"].get(name)) for name in TOWER_SETTINGS}
+    return next((name for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]), None)

@@ -20,6 +20,8 @@ COMMON = (
 )
 ALL = "--freeze_vit false --freeze_aligner false"
 PICTURES = 9
+MAIN = "-m megaswift.cli.main"
+COUNTED = str(Path(__file__).with_name("counted_encoding.py"))  # writes what its towers encode
 
 
 class Place:
@@ -34,15 +36,15 @@ class Place:
     def write(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def run(self, words: str, processes: int = 1, *, fails: bool = False) -> Any:
+    def run(self, words: str, processes: int = 1, *, fails: bool = False, program: str = MAIN) -> Any:
         """Run `megatron {words}`. Returns its folder; what it printed if it fails."""
-        key = words, processes
+        key = words, processes, program
         if key in self._runs:
             return self._runs[key]
         output = self.folder / f"run-{len(self._runs)}"
         command, _, flags = words.partition(" ")
         done = prepared.run(
-            ["-m", "megaswift.cli.main", "megatron", *f"{command} {COMMON} {flags} --output_dir {output}".split()],
+            f"{program} megatron {command} {COMMON} {flags} --output_dir {output}".split(),
             processes=processes,
             cwd=self.folder,
             environment=os.environ | {"HF_HOME": str(self.folder / "cache"), "COLUMNS": "200"},
@@ -88,15 +90,19 @@ class Oracle:
         text = self.processor.apply_chat_template(blocks, tokenize=False, add_generation_prompt=prompt)
         return self.inputs(text, images)
 
-    def log_prob(self, messages: list[dict[str, str]], images: Sequence[str]) -> Tensor:
-        """Log-probability of the last message, with the token that ends it."""
+    def answer(self, messages: list[dict[str, str]], images: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Logits of the last message, with the token that ends it, and its ids."""
         inputs = self.conversation(messages, images)
         header = self.processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
         ids = inputs["input_ids"][0].tolist()
         start = max(i for i in range(len(ids)) if ids[i : i + len(header)] == header) + len(header)
         end = max(i for i, token in enumerate(ids) if token == self.processor.tokenizer.eos_token_id) + 1
-        log_probs = self.model(**inputs).logits[0].log_softmax(-1)
-        return log_probs[start - 1 : end - 1].gather(1, torch.tensor(ids[start:end])[:, None]).sum()
+        return self.model(**inputs).logits[0, start - 1 : end - 1], torch.tensor(ids[start:end])
+
+    def log_prob(self, messages: list[dict[str, str]], images: Sequence[str]) -> Tensor:
+        """Log-probability of the last message, with the token that ends it."""
+        logits, ids = self.answer(messages, images)
+        return logits.log_softmax(-1).gather(1, ids[:, None]).sum()
 
     def last_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         return self.model.model(**inputs).last_hidden_state[0, -1]

@@ -184,8 +184,8 @@ def count_encoded(encoder: VisionEncoder) -> list[int]:
     counts: list[int] = []
     calls = encoder._calls
 
-    def counted(batch: Any) -> Any:
-        reached = calls(batch)
+    def counted(grids: Tensor, limit: int) -> Any:
+        reached = calls(grids, limit)
         counts.append(reached[-1].patches.stop if reached else 0)
         return reached
 
@@ -226,22 +226,22 @@ def _scale_gradients(factor: float) -> Any:
     """Gradients of the tower times a factor, as where tensor-parallel ranks are averaged."""
 
     def plant(model: Model) -> Any:
-        return mock.patch.object(model.vision, "gradient_scale", model.vision.gradient_scale * factor)
+        return mock.patch.object(model.vision.exchange, "gradient_scale", model.vision.exchange.gradient_scale * factor)
 
     return plant
 
 
 def _deep_gradients_once(model: Model) -> Any:
     """Under sequence parallelism, gradients of deep features from the first tensor-parallel rank alone."""
-    encoder = model.vision
-    send = encoder._all_to_all
+    exchange = model.vision.exchange
+    send = exchange._all_to_all
     calls = iter(range(10**6))
 
     def lossy(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         is_deep_gradient = next(calls) % 4 > 0 and not rows.requires_grad and torch.is_grad_enabled()
-        return send(rows * 0 if is_deep_gradient and encoder.rank % encoder.tensor else rows, sent, received)
+        return send(rows * 0 if is_deep_gradient and exchange.rank % exchange.tensor else rows, sent, received)
 
-    return mock.patch.object(encoder, "_all_to_all", lossy)
+    return mock.patch.object(exchange, "_all_to_all", lossy)
 
 
 def _patch_plan(change: Callable[[PatchPlan], PatchPlan]) -> Any:

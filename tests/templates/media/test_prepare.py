@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from megaswift.templates.batching.collator import BatchLayout, StepDivision
 from megaswift.templates.batching.dataloader import Batches
+from megaswift.templates.batching.prompt_dataloader import Prompts
 from megaswift.templates.media.processor import VisionProcessor
 from megaswift.templates.options import PrepareOptions
 from megaswift.templates.prepare import prepare
@@ -169,13 +170,39 @@ def test_a_model_without_a_tower(make_tokenizer, images, tmp_path: Path) -> None
         prepare(text_only, make_tokenizer(), stage="pt")
 
 
-@pytest.mark.parametrize("stage", ["prompts", "answered", "asked"])
-def test_generating_stages_refuse_images_for_now(made, images, tmp_path: Path, stage: str) -> None:
+def test_generating_stages_refuse_images_for_now(made, images, tmp_path: Path) -> None:
     row = {"messages": [user("q"), ANSWER]}
     for media in ({"images": images[:1]}, {"messages": [user([{"type": "image", "image": images[0]}]), ANSWER]}):
-        with pytest.raises(ValueError, match="images and videos are not for this task in this version"):
-            made.prepare(stage, dataset=[write(tmp_path, row | media)])
-    assert len(made.prepare(stage, dataset=[write(tmp_path, row)]).train)
+        with pytest.raises(ValueError, match="images and videos are not for tasks that generate in this version"):
+            made.prepare("prompts", dataset=[write(tmp_path, row | media)])
+    assert len(made.prepare("prompts", dataset=[write(tmp_path, row)]).train)
+
+
+@pytest.mark.parametrize("stage", ["answered", "asked"])
+def test_answers_to_distil_have_images(made, images, tmp_path: Path, stage: str) -> None:
+    """An image of the answer is none of the prompt."""
+    answer = {"role": "assistant", "content": "<image>a"}
+    rows = [
+        {"messages": [user("<image>q"), ANSWER, user("and <image>?"), answer], "images": images},
+        {"messages": [user("<image>q"), ANSWER], "images": images[:1]},
+        {"messages": [user("<image>q")], "images": images[:1]},
+    ]
+    rows = rows[:2] if stage == "answered" else rows
+    options = {"dataset": [write(tmp_path, *rows)], "dataset_shuffle": False, "loss_scale": "last_round"}
+    store, conversations = made.prepare(stage, **options).train, made.prepare("sft", **options).train
+    prompts = Prompts(store, completions_per_prompt=1, shuffle=False, seed=0)
+    for number, prompt in enumerate(prompts.next_batch(len(rows))):
+        if number == 2:
+            assert prompt.reference_document is None
+            continue
+        (ids, weights), *_ = conversations.row(number)
+        assert prompt.reference_document is not None
+        assert np.array_equal(prompt.reference_document[0], ids)
+        assert np.array_equal(prompt.reference_document[1], weights)
+        assert list(prompt.reference_media) == conversations.media(number)
+        assert np.array_equal(prompt.tokens, ids[: len(prompt.tokens)])
+        places = [medium.place for medium in prompt.reference_media]
+        assert sum(place < len(prompt.tokens) for place in places) == len(places) - (number == 0)
 
 
 OBJECTS = {"ref": ["dog", "cat"], "bbox": [[32, 24, 64, 48], [8, 16]]}

@@ -1,0 +1,37 @@
+"""Images and videos of micro batches as the vision encoder takes them, and features that several models share."""
+
+from ...bridge.model.media_inputs import MediaInputs
+from ...bridge.model.vision_encoder import VisionEncoder
+from ...templates.batching.collator import Batch
+
+
+def share_features(encoder: VisionEncoder, batches: list[Batch]) -> None:
+    """Compute the features of micro batches, for all models with this tower. The step's training pass frees them."""
+    media = [batch.media for batch in batches if batch.media]
+    inputs = [inputs for batch in batches if (inputs := media_inputs(batch))]
+    for batch_media, features in zip(media, encoder.compute_features(inputs), strict=True):
+        batch_media.features = features
+
+
+def release_features(batches: list[Batch]) -> None:
+    for batch in batches:
+        if batch.media:
+            batch.media.features = None
+
+
+def media_inputs(batch: Batch) -> MediaInputs | None:
+    if batch.media is None:
+        return None
+    media, (rows, local_length) = batch.media, batch.tokens.shape
+    return MediaInputs(
+        media.grids,
+        media.encoders,
+        media.image_pixels,
+        media.video_pixels,
+        media.uses,
+        media.context_ranks,
+        media.positions,
+        rows,
+        local_length,
+        media.features,
+    )
