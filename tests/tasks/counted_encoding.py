@@ -1,4 +1,4 @@
-"""`megaswift.cli.main` that writes the patches of each call of a vision tower to a file beside the run: encoded-RANK.txt."""
+"""`megaswift.cli.main` that writes the patches of each call of a vision tower to encoded-RANK.txt, beside the run."""
 
 import os
 import sys
