@@ -27,6 +27,8 @@ from ...bridge.checkpoint.sentence_transformers import sentence_transformers_fil
 from ...bridge.checkpoint.writer import RankReport, StagedFolder
 from ...bridge.mapping.fp8 import masters_as_bf16
 from ...bridge.model.model import Model
+from ...templates.chat_template.retrieval import REPRESENT
+from ...templates.media.processor import VisionProcessor
 from ..distributed.collectives import broadcast_from_rank0
 from ..distributed.watchdog import Watchdog
 from ..options import EmbeddingOptions
@@ -182,7 +184,7 @@ class Checkpointer:
             copy_to_host=run.options.checkpoint.async_save,
         )
         return (
-            _with_sentence_transformers(staged, folder, run.options)
+            _with_sentence_transformers(staged, folder, run.options, run.vision)
             if isinstance(run.options, EmbeddingOptions)
             else staged
         )
@@ -292,12 +294,15 @@ class _PendingSave:
             self._eval_command.add(path)
 
 
-def _with_sentence_transformers(staged: StagedFolder, folder: Path, options: EmbeddingOptions) -> StagedFolder:
+def _with_sentence_transformers(
+    staged: StagedFolder, folder: Path, options: EmbeddingOptions, vision: VisionProcessor | None
+) -> StagedFolder:
     """Return the staged folder with the files that sentence-transformers reads."""
+    instruction = REPRESENT if vision and vision.family.has_retrieval_prompts else None
 
     def complete(reports: list[RankReport]) -> dict[str, str]:
         names = staged.complete(reports)
-        sentence_transformers_files(folder, options.pooling, dims=options.mrl_dims)
+        sentence_transformers_files(folder, options.pooling, dims=options.mrl_dims, instruction=instruction)
         return names
 
     return replace(staged, complete=complete)

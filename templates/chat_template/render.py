@@ -1,7 +1,4 @@
-"""Rendering of rows by stage to the texts of their documents, with spans and labels.
-
-A reranker's documents have the form of Qwen3-Reranker (Zhang et al. 2025, arXiv:2506.05176).
-"""
+"""Rendering of rows by stage to the texts of their documents, with spans and labels."""
 
 import json
 from collections.abc import Sequence
@@ -51,13 +48,8 @@ from ..tokenizer import Tokenizer
 from .chat import ChatTemplate
 from .loss_scale import LossScale
 from .non_thinking import add_prefixes, non_thinking_prefix
+from .retrieval import embedding_messages, judge_messages, reranker_request
 from .token_offsets import Span
-
-JUDGE = (
-    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
-    'Note that the answer can only be "yes" or "no".'
-)
-INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 class Text(NamedTuple):
@@ -68,7 +60,7 @@ class Text(NamedTuple):
     weights: Sequence[float] = ()  # loss weight of each turn
     base_weight: float = 1.0  # loss weight outside the turns
     answer: Span | None = None  # preference, kto, answered: text after the prompt
-    body: Span | None = None  # text that may be truncated; None: all
+    body: Span | None = None  # text that may be truncated; None: all. With `special`: within the turns
     special: bool = False  # whether the tokenizer adds its special tokens, which are not truncated
     media: Sequence[Medium] = ()  # in the order of their placeholders
 
@@ -93,7 +85,7 @@ class Renderer:
             )
         if stage == "embedding" and options.enable_thinking is not None:
             raise ValueError(
-                "--enable_thinking: cannot be used with --task_type embedding, which uses no chat template. Remove it."
+                "--enable_thinking: cannot be used with --task_type embedding, whose models do not think. Remove it."
             )
         self.stage: Stage = stage
         self.tools = tools  # for prompts without tools in their row
@@ -102,7 +94,9 @@ class Renderer:
         self.adds_non_thinking_prefix = options.add_non_thinking_prefix
         thinking = False if options.enable_thinking is None and stage == "reranker" else options.enable_thinking
         self.chat = None
-        if stage not in ("pt", "embedding") and (tokenizer.chat_template or stage != "seq_cls"):
+        self.has_vision_prompts = vision is not None and vision.family.has_retrieval_prompts
+        is_plain = stage == "pt" or (stage == "embedding" and not self.has_vision_prompts)
+        if not is_plain and (tokenizer.chat_template or stage != "seq_cls"):
             self.chat = ChatTemplate(tokenizer, **({} if thinking is None else {"enable_thinking": thinking}))
 
     def __call__(self, row: JsonObject) -> list[Rendered]:
@@ -275,7 +269,7 @@ class Renderer:
         return self._checked(Text(self._template.render(source), media=media))
 
     def _embedding_samples(self, row: JsonObject) -> list[Rendered]:
-        """Return the texts that sentence-transformers' encode tokenizes: the prompt, if any, and the text."""
+        """Return the texts of a row: in Qwen3-VL-Embedding's prompt, or as sentence-transformers' encode has them."""
         contrastive = self._contrastive(row)
         label = label_of_pair(row, contrastive, "label", "score")
         anchor = contrastive.anchor._replace(system=contrastive.anchor.system or self.system or "")
@@ -285,7 +279,10 @@ class Renderer:
         return [([anchor, positive, *negatives], labels) for positive in positives]
 
     def _passage_text(self, passage: Passage) -> Text:
-        return self._plain_text(passage.system + passage.text, passage.media)
+        if not self.has_vision_prompts:
+            return self._plain_text(passage.system + passage.text, passage.media)
+        text = self._prompt_text(embedding_messages(passage.text, passage.system), passage.text, passage.media)
+        return text._replace(special=True)
 
     def _reranker_samples(self, row: JsonObject) -> list[Rendered]:
         contrastive = self._contrastive(row)
@@ -303,14 +300,17 @@ class Renderer:
     def _reranker_text(self, query: Passage, document: Passage) -> Text:
         if document.system:
             raise UnusableRow("a document has a system prompt: move the instructions to the query's")
-        instruct = query.system or self.system or INSTRUCT
-        request = f"<Instruct>: {instruct}\n<Query>: {query.text}\n<Document>: {document.text}"
-        messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": request}]
-        text = self._template.render(Conversation(messages, [None, None]), prompt=True)
-        body = self._with_placeholders(request.strip())
-        start = text.find(body)
+        instruct = query.system or self.system or ""
+        request = reranker_request(query.text, document.text, instruct, has_vision=self.has_vision_prompts)
+        return self._prompt_text(judge_messages(request), request, [*query.media, *document.media])
+
+    def _prompt_text(self, messages: list[JsonObject], content: str, media: Sequence[Medium]) -> Text:
+        """Return messages with the generation prompt. content: of the user, which may be truncated"""
+        text = self._template.render(Conversation(messages, [None] * len(messages)), prompt=True)
+        body = self._with_placeholders(content.strip())
+        start = text.rfind(body)
         span = (start, start + len(body)) if start >= 0 else (0, 0)
-        return self._checked(Text(text, body=span, media=[*query.media, *document.media]))
+        return self._checked(Text(text, body=span, media=media))
 
     def _add_system(self, conversation: Conversation) -> None:
         if self.system:

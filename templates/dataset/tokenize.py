@@ -118,6 +118,8 @@ class Encoder:
                 parts.append("media of several documents")  # earlier versions dropped such rows
             if self.stage in ("answered", "asked"):
                 parts.append("media of answers")  # likewise
+            if self.renderer.has_vision_prompts and self.stage in ("embedding", "reranker"):
+                parts.append("prompts of Qwen3-VL-Embedding and Qwen3-VL-Reranker")  # earlier versions had others
         return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
     def encode(self, rows: Iterable[Row]) -> tuple[list[EncodedSample], DroppedRows]:
@@ -199,16 +201,14 @@ class Encoder:
 
     def _tokenize(self, texts: list[Text]) -> Iterator[_Document]:
         for group in _groups(texts):
-            with_special, with_turns = (
-                [text for text in group if text.special is special] for special in (True, False)
-            )
+            with_special, with_turns = ([text for text in group if _is_whole(text) is whole] for whole in (True, False))
             encodings = iter(self.tokenizer.backend_tokenizer.encode_batch_fast([text.text for text in with_special]))
             spans = [[*text.turns, *(span for span in (text.answer, text.body) if span)] for text in with_turns]
             located = iter(self.offsets.tokenize([text.text for text in with_turns], spans))
             for text in group:
                 yield (
                     self._document_with_special_tokens(next(encodings).ids)
-                    if text.special
+                    if _is_whole(text)
                     else self._document_with_turns(text, *next(located))
                 )
 
@@ -219,7 +219,7 @@ class Encoder:
             assert eos is not None
             ids = ids if ids[-1:] == [eos] else [*ids, eos]
             return _Document(np.array(ids, np.int32), [(len(ids), 1.0)], (0, len(ids)))
-        before, after = self._special_counts
+        before, after = map(len, self._special_tokens)
         return _Document(np.array(ids, np.int32), [(len(ids), 1.0)], (before, len(ids) - after))
 
     @cached_property
@@ -227,13 +227,19 @@ class Encoder:
         return self.tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     @cached_property
-    def _special_counts(self) -> Span:
-        """Number of special tokens that the tokenizer adds before and after a text."""
-        mask = self.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
-        return mask.index(0), mask[::-1].index(0)
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
+        """Special tokens that the tokenizer adds before and after a text."""
+        encoding = self.tokenizer.backend_tokenizer.encode("a")
+        mask = encoding.special_tokens_mask
+        return encoding.ids[: mask.index(0)], encoding.ids[len(mask) - mask[::-1].index(0) :]
 
     def _document_with_turns(self, text: Text, ids: np.ndarray, spans: list[Span]) -> _Document:
         turns, other_spans = spans[: len(text.turns)], spans[len(text.turns) :]
+        if text.special:  # an embedding's prompt
+            before, after = self._special_tokens
+            start, end = other_spans[0]
+            ids = np.concatenate([before, ids, after]).astype(np.int32)
+            return _Document(ids, [(len(ids), 1.0)], (start + len(before), end + len(before)))
         runs = _runs(len(ids), turns, text.weights, text.base_weight)
         return _Document(
             ids,
@@ -409,6 +415,11 @@ def _runs(length: int, spans: list[Span], weights: Sequence[float], base_weight:
             runs += [(first - position, base_weight), (after - first, weight)]
             position = after
     return [run for run in (*runs, (length - position, base_weight)) if run[0]]
+
+
+def _is_whole(text: Text) -> bool:
+    """Return whether the tokenizer adds its special tokens to a text without parts to locate."""
+    return text.special and text.body is None
 
 
 def _groups(texts: list[Text]) -> Iterator[list[Text]]:

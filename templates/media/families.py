@@ -15,17 +15,19 @@ class VisionFamily:
     norm_bbox: form of boxes that the model learned
     has_timestamps: each patch of time of a video has its own block of tokens, behind its time as text; the limits of a
         video are those of all its frames together
+    has_retrieval_prompts: embeddings and rerankers have the prompts of Qwen3-VL-Embedding and Qwen3-VL-Reranker
     """
 
     norm_bbox: Literal["norm1000", "none"]
     has_timestamps: bool = False
+    has_retrieval_prompts: bool = False
 
 
 FAMILIES = {
     "qwen2_vl": VisionFamily("norm1000"),
     "qwen2_5_vl": VisionFamily("none"),
-    "qwen3_vl": VisionFamily("norm1000", has_timestamps=True),
-    "qwen3_vl_moe": VisionFamily("norm1000", has_timestamps=True),
+    "qwen3_vl": VisionFamily("norm1000", has_timestamps=True, has_retrieval_prompts=True),
+    "qwen3_vl_moe": VisionFamily("norm1000", has_timestamps=True, has_retrieval_prompts=True),
 }
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "temporal_patch_size", "tokens_per_second"

@@ -6,13 +6,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megaswift.templates.chat_template.render import INSTRUCT, JUDGE
 from torch import Tensor
 
 from tests.tasks.vision_oracle import ALL, BATCH, PICTURES, STEPS, Oracle, Place, log, save_with_head
 
 pytestmark = pytest.mark.slow
 LABELS = 3
+# As Qwen's scripts qwen3_vl_embedding.py and qwen3_vl_reranker.py have them.
+REPRESENT = "Represent the user's input."
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+INSTRUCT = "Given a search query, retrieve relevant candidates that answer the query."
 SHAPE = "<|vision_start|><|image_pad|><|vision_end|>"
 NAMES = "loss", "grad_norm", "images"
 WORDS = "a red circle", "a blue square", "the sky", "what is it?"
@@ -84,9 +90,13 @@ def by_hand(place: Place, task: str) -> list[list[float]]:
     def plain(text: str, images: list[str]) -> dict[str, Tensor]:
         return oracle.inputs(text.replace("<image>", SHAPE), images)
 
+    def represented(text: str, images: list[str]) -> dict[str, Tensor]:
+        messages = [{"role": "system", "content": REPRESENT}, {"role": "user", "content": text}]
+        return oracle.conversation(messages, images, prompt=True)
+
     def judged(row: dict[str, Any]) -> list[dict[str, Tensor]]:
         (query, images), *others = documents(row)
-        requests = [f"<Instruct>: {INSTRUCT}\n<Query>: {query}\n<Document>: {text}" for text, _ in others]
+        requests = [f"<Instruct>: {INSTRUCT}<Query>:{query}\n<Document>:{text}" for text, _ in others]
         return [
             oracle.conversation(
                 [{"role": "system", "content": JUDGE}, {"role": "user", "content": request}], images + more, prompt=True
@@ -105,7 +115,7 @@ def by_hand(place: Place, task: str) -> list[list[float]]:
     def embedding(rows: Any) -> tuple[Tensor, list[float]]:
         losses = []
         for row in rows:
-            hidden = [oracle.last_hidden(plain(*document)) for document in documents(row)]
+            hidden = [oracle.last_hidden(represented(*document)) for document in documents(row)]
             query, *others = (F.normalize(vector, dim=0) for vector in hidden)
             losses.append(F.cross_entropy(torch.stack(others) @ query / 0.1, torch.tensor(0)))
         return torch.stack(losses).mean(), []
@@ -158,6 +168,24 @@ USUAL = (("embedding", "CP2"),)
 def test_a_layout_gives_the_numbers_of_one_process(task, layout, place):
     divided, alone = train(place, task, LAYOUTS[layout], 2), train(place, task)
     torch.testing.assert_close(log(divided, *NAMES), log(alone, *NAMES), rtol=1e-4, atol=0)
+
+
+@pytest.mark.long
+def test_a_saved_embedding_is_that_of_sentence_transformers(place):
+    from PIL import Image
+    from sentence_transformers import SentenceTransformer
+
+    run = train(place, "embedding", f"--save_steps {STEPS}")
+    checkpoint = run / f"checkpoint-{STEPS}"
+    picture = Image.open(place.folder / "0.png").convert("RGB")
+    model = SentenceTransformer(str(checkpoint), device="cpu", model_kwargs={"dtype": "float32"})
+    oracle = Oracle(checkpoint, place.folder)
+    texts = [("a blue square", []), ("<image>", ["0.png"]), ("<image>the sky", ["0.png"])]
+    inputs = ["a blue square", {"image": picture}, {"image": picture, "text": "the sky"}]
+    for (text, images), embedding in zip(texts, model.encode(inputs, convert_to_tensor=True), strict=True):
+        messages = [{"role": "system", "content": REPRESENT}, {"role": "user", "content": text}]
+        hidden = oracle.last_hidden(oracle.conversation(messages, images, prompt=True))
+        torch.testing.assert_close(embedding, F.normalize(hidden, dim=0), rtol=1e-4, atol=1e-6)
 
 
 def test_a_saved_head_scores_with_transformers_body(place):

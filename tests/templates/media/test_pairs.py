@@ -145,6 +145,60 @@ def test_texts_have_images_of_their_own(made, images, tmp_path: Path, stage: str
     assert len(batch.media.grids) == 7  # one in several documents of a sample once
 
 
+def texts_of(made: Any, store: Any) -> list[str]:
+    texts = [made.tokenizer.decode(ids.tolist()) for number in range(len(store)) for ids, _ in store.row(number)]
+    return [re.sub(r"(<\|image_pad\|>)+", "I", text) for text in texts]
+
+
+def test_published_prompts(checkpoint, images, tmp_path: Path) -> None:
+    """Of Qwen3-VL-Embedding and Qwen3-VL-Reranker; Qwen2.5-VL has those of texts."""
+    shape = "<|vision_start|>I<|vision_end|>"
+    row = {"query": "<image>q", "system": "Find it", "images": images[:1], "positive": "p", "negative": "<image>",
+           "negative_images": [images[1:2]]}  # fmt: skip
+    options = {"dataset": [write(tmp_path, row)]}
+
+    def prompt(system: str, user: str) -> str:
+        return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+
+    made, represent = checkpoint("qwen3_vl"), "Represent the user's input."
+    assert texts_of(made, made.prepare("embedding", **options).train) == [
+        prompt("Find it.", f"{shape}q"), prompt(represent, "p"), prompt(represent, shape)
+    ]  # fmt: skip
+    judge = (
+        "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that "
+        'the answer can only be "yes" or "no".'
+    )
+    assert texts_of(made, made.prepare("reranker", **options).train) == [
+        prompt(judge, f"<Instruct>: Find it<Query>:{shape}q\n<Document>:{document}") for document in ("p", shape)
+    ]
+    earlier = checkpoint("qwen2_5_vl")
+    plain = texts_of(earlier, earlier.prepare("embedding", **options).train)
+    assert plain == [f"Find it{shape}q", "p", shape]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_embedding_keeps_its_prompt_and_special_tokens(made, tmp_path: Path, side: Any) -> None:
+    """As the tokenizer of Qwen3-VL-Embedding, which ends texts with a token of its own."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made.folder)
+    end = ("<|endoftext|>", tokenizer.pad_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A <|endoftext|>", special_tokens=[end])
+    made = made._replace(tokenizer=tokenizer)
+    anchor = "a red circle, " * 9 + "the sky"
+    dataset = [write(tmp_path, {"anchor": anchor, "positive": "a blue square"})]
+    whole = made.prepare("embedding", dataset=dataset).train.row(0)[0][0].tolist()
+    assert whole == tokenizer(tokenizer.decode(whole[:-1])).input_ids
+    assert whole[-1] == tokenizer.pad_token_id
+    cut = made.prepare("embedding", dataset=dataset, max_length=len(whole) - 5, truncation_strategy=side).train
+    ids = cut.row(0)[0][0].tolist()
+    words = tokenizer(anchor, add_special_tokens=False).input_ids
+    kept = words[5:] if side == "left" else words[:-5]
+    start = next(n for n in range(len(whole)) if whole[n : n + len(words)] == words)
+    assert ids == [*whole[:start], *kept, *whole[start + len(words) :]]
+
+
 def test_classified_conversations_and_texts(made, images, tmp_path: Path) -> None:
     first, second, third = images
     rows = write(
