@@ -150,6 +150,16 @@ class VisionOptions:
         "Recompute the trained tower's forward pass, instead of keeping its activations. Default: true with pipeline "
         "parallelism, where they would be those of all micro batches of a step.",
     ] = None
+    precompute_features: Annotated[
+        bool,
+        "Compute a frozen tower's features of each image or video once, and read them from a cache on disk in later "
+        "epochs and runs.",
+    ] = False
+    feature_cache_gib: Annotated[
+        float,
+        "Largest size of that cache, of all runs together. Features that were last used before the run go first.",
+        "(0, inf)",
+    ] = 100.0
     language_model_only: Annotated[
         bool, "Build and train the language model alone; the vision tower's weights are saved unchanged."
     ] = False

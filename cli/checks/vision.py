@@ -43,6 +43,8 @@ def check_vision(options: SftOptions, model: HfConfig | None, sources: Mapping[s
             )
         if trains_tower(vision):
             yield from _check_training(options)
+    if is_set_by_user("feature_cache_gib", sources) and not vision.precompute_features:
+        yield f"{as_flag('feature_cache_gib', options)} has no effect without --precompute_features true."
 
 
 def has_tower(model: HfConfig) -> bool:
@@ -61,6 +63,8 @@ def _requests(options: SftOptions) -> Iterator[str]:
         yield "tuner_type"
     if options.vision.freeze_llm:
         yield "freeze_llm"
+    if options.vision.precompute_features:
+        yield "precompute_features"
     yield from (name for name in RATES if flag_value(options, name) is not None)
     yield from (name for name in FREEZING if not flag_value(options, name))
 
@@ -90,6 +94,11 @@ def _check_trained(options: SftOptions) -> None:
 def _check_training(options: SftOptions) -> Iterator[str]:
     """Check a trained vision tower beside types and optimizers."""
     trained = "--freeze_vit false" if not options.vision.freeze_vit else "--freeze_aligner false"
+    if options.vision.precompute_features:
+        raise UsageError(
+            f"--precompute_features true cannot be used with {trained}: a tower in training has other features after "
+            "each step. Remove one of them."
+        )
     if options.torch_dtype == "float16":
         raise UsageError(
             f"--torch_dtype float16 cannot be used with {trained} in this version: the vision tower's gradients have "

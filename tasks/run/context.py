@@ -216,14 +216,14 @@ def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Any
         ProcessLayout.of(run.options.build, dist.get_world_size()),
         data_rank=groups.dp.rank(),
         context_rank=groups.cp.rank(),
-        encoder_rank=_encoder_rank(groups),
+        encoder_rank=encoder_rank(groups),
         vision=run.vision,
         shuffle=shuffle,
         pad_token_id=run.tokenizer.pad_token_id or 0,
     )
 
 
-def _encoder_rank(groups: ProcessGroupCollection) -> int:
+def encoder_rank(groups: ProcessGroupCollection) -> int:
     """Return this rank's number in its replica, which shares the encoding of images."""
     return groups.tp.rank() + groups.tp.size() * (groups.cp.rank() + groups.cp.size() * groups.pp.rank())
 
@@ -240,7 +240,7 @@ def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
             pad_token_id=run.tokenizer.pad_token_id or 0,
             stage="prompts",
             vision=run.vision,
-            encoder_rank=_encoder_rank(groups),
+            encoder_rank=encoder_rank(groups),
             encoder_ranks=groups.tp.size() * groups.cp.size() * groups.pp.size(),
             strict=options.data.strict,
         ),

@@ -1,6 +1,6 @@
 """Images and videos of micro batches as the vision encoder takes them, and features that several models share."""
 
-from ...bridge.model.media_inputs import MediaInputs
+from ...bridge.model.media_inputs import MediaInputs, StoredFeatures
 from ...bridge.model.vision_encoder import VisionEncoder
 from ...templates.batching.collator import Batch
 
@@ -34,4 +34,5 @@ def media_inputs(batch: Batch) -> MediaInputs | None:
         rows,
         local_length,
         media.features,
+        media.cached and StoredFeatures(media.cached.keys, media.cached.is_read, media.cached.values),
     )

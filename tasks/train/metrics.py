@@ -1,8 +1,10 @@
 """Sums of metrics, tokens and FLOPs since the last log line, on the device."""
 
 from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from ...bridge import runtime
 from ...templates.batching.collator import Batch
-from ..observability.flops import Flops
+from ..observability.flops import Flops, VisionFlops
+from ..run.context import encoder_rank
 from .objective import Objective, scored_tokens
 from .step import AsyncScalars, TrainState, sum_over_ranks
 
@@ -33,6 +36,43 @@ def load_balancing(training: TrainState) -> dict[str, Tensor]:
     return sums
 
 
+@dataclass
+class VisionSums:
+    """Sums over steps of what is encoded. The cached ones are of this rank's media, the others of its replica's."""
+
+    media: float = 0.0
+    visual_tokens: float = 0.0
+    slowest_flops: float = 0.0  # in each micro batch, of the rank with the most
+    mean_flops: float = 0.0
+    cached: float = 0.0  # media whose features are read from the cache
+    cached_flops: float = 0.0
+
+    def add(self, batches: list[Batch], flops: VisionFlops, groups: ProcessGroupCollection) -> float:
+        """Add micro batches, and return the FLOPs of the replica for them."""
+        total, ranks = 0.0, groups.tp.size() * groups.cp.size() * groups.pp.size()
+        for media in (batch.media for batch in batches if batch.media):
+            costs = np.array([flops.training([grid]) for grid in media.grids.tolist()], np.float64)
+            encoders = media.encoders.numpy()
+            loads = np.bincount(encoders, costs, minlength=ranks)
+            total += costs.sum()
+            self.media += len(costs)
+            self.visual_tokens += len(media.positions)
+            self.slowest_flops += loads.max()
+            self.mean_flops += loads.mean()
+            if media.cached:
+                is_read = media.cached.is_read.numpy()
+                self.cached += int(is_read.sum())
+                self.cached_flops += costs[encoders == encoder_rank(groups)][is_read].sum()
+        return total
+
+    def means(self, steps: int) -> dict[str, float]:
+        """Return the values to log, from sums over all ranks."""
+        means = {"images": self.media / steps, "visual_tokens": self.visual_tokens / steps}
+        if self.slowest_flops > self.mean_flops:
+            means["vision_imbalance"] = self.slowest_flops / self.mean_flops
+        return means | ({"cached_images": self.cached / steps} if self.cached else {})
+
+
 class MetricsAccumulator:
     """Accumulator of metrics, tokens and FLOPs since the last log line, on the device."""
 
@@ -44,7 +84,7 @@ class MetricsAccumulator:
 
     def _reset(self) -> None:
         self.steps, self.micro_batches, self.tokens, self.flops = 0, 0, 0, 0.0
-        self.media, self.visual_tokens = 0, 0
+        self.vision = VisionSums()
         self.metrics: dict[str, Any] = {}
         self.balancing: dict[str, Any] = {}
 
@@ -54,11 +94,8 @@ class MetricsAccumulator:
         self.micro_batches += len(batches)
         self.tokens += sum(lengths)
         self.flops += flops.training(lengths, scored_tokens(batches, self.groups)) + self.objective.extra_flops(batches)
-        for media in (batch.media for batch in batches if batch.media):
-            self.media += len(media.grids)
-            self.visual_tokens += len(media.positions)
-            if flops.vision:
-                self.flops += flops.vision.training(media.grids.tolist())
+        if flops.vision:
+            self.flops += self.vision.add(batches, flops.vision, self.groups)
         for sums, values in ((self.metrics, metrics), (self.balancing, balancing)):
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -67,7 +104,7 @@ class MetricsAccumulator:
         """Return this rank's sums, by their names in the checkpoint."""
         sums = {f"window/metrics/{name}": value for name, value in self.metrics.items()}
         sums |= {f"window/balancing/{name}": value for name, value in self.balancing.items()}
-        numbers = [self.steps, self.micro_batches, self.tokens, self.flops, self.media, self.visual_tokens]
+        numbers = [self.steps, self.micro_batches, self.tokens, self.flops, *astuple(self.vision)]
         return sums | {"window/numbers": torch.tensor(numbers, dtype=torch.float64)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -77,26 +114,33 @@ class MetricsAccumulator:
             if name == "window/numbers":
                 steps, micro_batches, tokens, self.flops, *visual = value.tolist()
                 self.steps, self.micro_batches, self.tokens = int(steps), int(micro_batches), int(tokens)
-                self.media, self.visual_tokens = (int(number) for number in visual or (0, 0))
+                self.vision = VisionSums(*visual)
             elif name.startswith("window/"):
                 getattr(self, kind)[metric] = value.to(runtime.device())
 
     def reduce(self, training: TrainState) -> Reduced:
         """Start the sum over all ranks, and reset. Every rank calls this. The returned function waits for the sum."""
-        numbers = self.tokens, self.flops, self.media, self.visual_tokens
-        steps, sums = self.steps, sum_over_ranks(self.groups, self.metrics, self.names, *numbers)
+        *numbers, cached, cached_flops = self.tokens, self.flops, *astuple(self.vision)
+        steps, sums = (
+            self.steps,
+            sum_over_ranks(self.groups, self.metrics, self.names, *numbers, of_every_rank=(cached, cached_flops)),
+        )
         has_vision = training.model.vision is not None
         balance = self._balancing_means(training)
         self._reset()
 
         def wait() -> tuple[dict[str, float], float, float]:
-            *metrics, tokens, flops, media, visual_tokens = sums.wait()
-            means = self.objective.means(dict(zip(self.names, metrics, strict=True)), steps)
+            values = sums.wait()
+            metrics, (tokens, flops, *visual) = values[: len(self.names)], values[len(self.names) :]
+            means, vision = (
+                self.objective.means(dict(zip(self.names, metrics, strict=True)), steps),
+                VisionSums(*visual),
+            )
             if has_vision:
-                means |= {"images": media / steps, "visual_tokens": visual_tokens / steps}
+                means |= vision.means(steps)
             if balance is not None:
                 means |= zip(self.balancing_names, balance.wait(), strict=True)
-            return means, tokens, flops
+            return means, tokens, flops - vision.cached_flops
 
         return wait
 

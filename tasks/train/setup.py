@@ -26,6 +26,7 @@ from ..run.load_weights import read_weights
 from ..run.planning import ProcessLayout
 from ..system.console import color_label
 from ..system.memory import oom_hints
+from .feature_cache import open_feature_cache
 from .loss_spikes import SpikeFilter
 from .objective import Objective
 from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism, wrap_tower
@@ -79,6 +80,7 @@ def _train(
     with load_as_bf16(model.chunks):
         run_on_all_ranks(lambda: read_weights(model, run.hf_config, run.weights_folder, seed=options.training.seed))
     tuner_lines = choose_trained(model, run)
+    feature_writer = open_feature_cache(run, model)
     objective, objective_notes = make_objective(run, model, train, val)
     gc.collect()  # models that only make_objective needed
     torch.cuda.empty_cache()
@@ -100,6 +102,8 @@ def _train(
         print(f"Run folder: {run.folder}", flush=True)
     trainer = Trainer(run, training, objective, train, val, max_steps)
     stop_reason, is_first = trainer.fit(), dist.get_rank() == 0
+    if feature_writer:
+        feature_writer.close()
     parallel.destroy()  # the other ranks need not wait for an upload
     if options.hub.push_to_hub and is_first and not stop_reason and trainer.last_checkpoint:
         address = upload_folder(trainer.last_checkpoint, options.hub, use_hf=options.use_hf, token=options.hub_token)

@@ -404,15 +404,21 @@ def loss_positions(weights: Tensor) -> Tensor | None:
 
 
 def sum_over_ranks(
-    groups: ProcessGroupCollection, values: dict[str, Tensor], names: Sequence[str], *local: float
+    groups: ProcessGroupCollection,
+    values: dict[str, Tensor],
+    names: Sequence[str],
+    *local: float,
+    of_every_rank: Sequence[float] = (),
 ) -> AsyncScalars:
     """Sum metrics of the last pipeline stage, and `local` numbers of each data-parallel rank, over all ranks.
 
+    of_every_rank: numbers in which the ranks of a replica differ
     Every rank calls this. Returns the metrics in the order of `names`, then the numbers. Does not wait for the device.
     """
     is_first_of_tp = groups.tp.rank() == 0
     is_counted = is_first_of_tp and groups.cp.rank() == 0 and groups.pp.rank() == 0
-    numbers = torch.tensor([0.0] * len(names) + [value * is_counted for value in local], dtype=torch.float64)
+    counted = [0.0] * len(names) + [value * is_counted for value in local]
+    numbers = torch.tensor([*counted, *of_every_rank], dtype=torch.float64)
     vector = to_device(numbers, runtime.device())
     if values and is_first_of_tp:
         vector[: len(names)] = torch.stack([values[name] for name in names]).double()

@@ -8,6 +8,15 @@ from .tensor_dataclass import TensorDataclass
 
 
 @dataclass
+class CachedFeatures(TensorDataclass):
+    """Features of the media that this rank encodes, as far as the cache has them (--precompute_features)."""
+
+    keys: list[str]  # of each medium, under which its features are cached; "" for one that is broken
+    is_read: Tensor  # [media] bool
+    values: Tensor  # [levels, features, bytes of a feature] uint8: of those that are read, in order
+
+
+@dataclass
 class MediaBatch(TensorDataclass):
     """Images and videos of a micro batch, each encoded once, by one rank of the replica.
 
@@ -27,5 +36,6 @@ class MediaBatch(TensorDataclass):
     context_ranks: Tensor  # [visual tokens] int64
     positions: Tensor  # [visual tokens] int64
     broken_media: int = 0  # media of this rank that cannot be decoded, and are replaced by grey
+    cached: CachedFeatures | None = None  # None: there is no cache
     # Of this rank's media, where a step's earlier pass has computed them: [levels, features, size] on the device.
     features: Tensor | None = None

@@ -11,7 +11,7 @@ from ..dataset.placed_media import PlacedMedium
 from ..formats.medium import MediaKind
 from ..formats.schemas import UnusableRow
 from ..media.processor import VisionProcessor
-from .media_batch import MediaBatch
+from .media_batch import CachedFeatures, MediaBatch
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,8 @@ class MicroBatchMedia:
         self.broken_samples: set[int] = set()
         self.broken_media = 0
         self._patches: dict[MediaKind, list[np.ndarray]] = {"image": [], "video": []}
+        self._keys: list[str] = []
+        self._features: list[np.ndarray | None] = []  # of each medium that this rank encodes; None: not in the cache
         for (sample, medium), encoder in zip(self.media, self.encoders.tolist(), strict=True):
             self._read(sample, medium, is_encoded=encoder == rank)
 
@@ -97,6 +99,9 @@ class MicroBatchMedia:
             logger.warning("%s. Its document has no loss", message)
             self.broken_media += 1
         self._patches[plan.kind].append(self.vision.grey_patches(plan.kind, plan.grid) if patches is None else patches)
+        if files := self.vision.feature_files:
+            self._keys.append("" if patches is None else files.key(plan.grid, patches))
+            self._features.append(files.read(self._keys[-1]) if self._keys[-1] else None)
 
     def tokens(self, rows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return row and position of each visual token, from row and start of each document: int64 [visual tokens]."""
@@ -116,6 +121,17 @@ class MicroBatchMedia:
             context_ranks=torch.from_numpy(context_ranks),
             positions=torch.from_numpy(positions),
             broken_media=self.broken_media,
+            cached=self._cached(),
+        )
+
+    def _cached(self) -> CachedFeatures | None:
+        if not self._keys:
+            return None
+        features = [values for values in self._features if values is not None]
+        return CachedFeatures(
+            self._keys,
+            torch.tensor([values is not None for values in self._features]),
+            torch.from_numpy(np.concatenate(features, axis=1) if features else np.empty((0, 0, 0), np.uint8)),
         )
 
     def _pixels(self, kind: MediaKind) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ..formats.schemas import UnusableRow
 from ..options import MediaOptions
 from ..tokenizer import Tokenizer
 from .families import FAMILIES
+from .feature_cache import FeatureFiles
 from .images import image_size, open_image
 from .limits import MediaLimits, requested_values, resolve_limits
 from .videos import VideoInfo, read_frames, sample_even, sample_floor, video_info
@@ -87,6 +88,7 @@ class VisionProcessor:
         self._tokenizer = tokenizer
         self._timestamps: dict[str, list[int]] = {}
         self.chat_template = _chat_template(folder)
+        self.feature_files: FeatureFiles | None = None  # of the run's tower, with --precompute_features
 
     @classmethod
     def open(cls, folder: Path, tokenizer: Tokenizer, options: MediaOptions) -> "VisionProcessor | None":

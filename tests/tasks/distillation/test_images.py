@@ -124,6 +124,20 @@ def test_a_teacher_with_the_same_tower_reads_the_student_s_features(flags: str, 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", ["teacher", "other"])
+def test_features_on_disk_are_the_student_s(name: str, place: Place, monkeypatch) -> None:
+    """A teacher with another tower encodes by itself."""
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(place.folder / name / "cache"))
+    flags = f"--teacher_model {name}"
+    plain = distil(place, flags, program=COUNTED)
+    distil(place, f"{flags} --precompute_features true --seed 1")
+    encoded = patches(place, f"{flags} --precompute_features true", 1)
+    assert encoded == (patches(place, flags, 1) // 2 if name == "other" else 0)
+    cached = distil(place, f"{flags} --precompute_features true", program=COUNTED)
+    assert log(cached, *NAMES) == log(plain, *NAMES)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("apart", ["", teacher(EP=1, TP=2)])
 def test_experts(apart: str, place: Place) -> None:
     flags = "--teacher_model teacher_moe --moe_aux_loss_coeff 0"
