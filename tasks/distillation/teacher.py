@@ -23,13 +23,12 @@ from ...bridge.model.outputs import HiddenStates
 from ...bridge.model.vision_encoder import VisionEncoder
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
-from ..distributed.collectives import all_gather_objects
 from ..observability.flops import Flops
 from ..options import GkdOptions
 from ..reference.frozen_model import build_frozen, forward_only, offloaded
 from ..run.context import Run
 from ..run.roles import Role
-from ..train.media_features import share_features
+from ..train.media_features import share_features, shared_encoder
 from ..train.objective import extras_of
 from .remote_teacher import RemoteTeacher
 from .resharded_teacher import OwnLayoutOutputs, ReshardedOutputs
@@ -71,7 +70,7 @@ class Teacher:
         architecture = self.model.architecture
         self.vocab_size, self.scale = min(self.vocab_size, architecture.vocab_size), architecture.logits_scale
         self.flops = Flops.of_model(self.model)
-        self.shared_encoder = None if role.has_own_layout else _shared_encoder(student, self.model)
+        self.shared_encoder = None if role.has_own_layout else shared_encoder(student, self.model)
         if self.shared_encoder:
             self.flops = replace(self.flops, vision=None)
             self.location += ", whose images are encoded by the student's vision tower"
@@ -143,16 +142,6 @@ class Teacher:
         if not likelihood:
             return divergences
         return torch.stack((divergences, label_log_probs(hidden, output, batch.labels, temperature=self.student_scale)))
-
-
-def _shared_encoder(student: Model, teacher: Model) -> VisionEncoder | None:
-    """Return the student's encoder if it is frozen and the teacher's tower is the same, which is then freed."""
-    if not (student.vision and teacher.vision) or student.vision.trains:
-        return None
-    if not all(all_gather_objects(teacher.vision.fingerprint() == student.vision.fingerprint())):
-        return None
-    teacher.vision.free_tower()
-    return student.vision
 
 
 def _hidden_states(hidden: Tensor, output: OutputMatrix) -> Tensor:

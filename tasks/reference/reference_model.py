@@ -6,7 +6,7 @@ without them. Its forward passes run in a pipeline schedule of their own, before
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from ...bridge.layers.packed_seqs import to_device
 from ...bridge.layers.pooling import sum_documents
 from ...bridge.model.model import Model
 from ...bridge.model.outputs import LogProbs
+from ...bridge.model.vision_encoder import VisionEncoder
 from ...templates.batching.collator import Batch
 from ...templates.batching.dataloader import Batches
 from ...templates.batching.episode_batches import Sequences
@@ -28,6 +29,7 @@ from ..observability.flops import Flops
 from ..options.groups import PrecomputeOptions, ReferenceOptions
 from ..run.context import Run
 from ..run.roles import Role
+from ..train.media_features import share_features, shared_encoder
 from ..train.reference_sync import REFERENCE, ReferenceSync
 from ..train.step import TrainState, log_probs
 from .frozen_model import build_frozen, forward_only, offloaded
@@ -92,7 +94,7 @@ def make_reference(run: Run, model: Model, options: ReferenceOptions, train: Bat
 
     Call it before the optimizer exists: precomputation then has memory for a second model.
     """
-    reference_fn, flops, name, follower = bind_reference(run, model, options, document_log_probs)
+    reference_fn, flops, name, follower = bind_reference(run, model, options, document_log_probs, shares_batches=True)
     if not (isinstance(options, PrecomputeOptions) and options.precompute_ref_log_probs):
         return Reference(reference_fn, reference_fn, flops, f"reference: {name}", follower)
     tables = [
@@ -123,20 +125,37 @@ class RolloutReference:
 
 
 def bind_reference(
-    run: Run, model: Model, options: ReferenceOptions, forward: ForwardFn
+    run: Run, model: Model, options: ReferenceOptions, forward: ForwardFn, *, shares_batches: bool = False
 ) -> tuple[ReferenceFn, Flops, str, ReferenceSync | None]:
-    """Return `forward` bound to the reference, the FLOPs of its passes, its name, and its follower."""
+    """Return `forward` bound to the reference, the FLOPs of its passes, its name, and its follower.
+
+    shares_batches: the model trains on the same micro batches, and may read the features of their images
+    """
+    encoder = None
     if model.lora and model.lora.switch:
-        return _bind_adapter_switch(model, forward), Flops.of_model(model), "the model without its adapters", None
-    reference_model, name = _build(run, options)
-    offloads = options.offload_ref_model and runtime.device().type == "cuda"
-    follower = ReferenceSync(model, reference_model, options) if options.sync_ref_model else None
-    return (
-        _bind_frozen_model(reference_model, forward, offloads=offloads),
-        Flops.of_model(reference_model),
-        name,
-        follower,
-    )
+        reference_fn, reference_model = _bind_adapter_switch(model, forward), model
+        name, follower = "the model without its adapters", None
+        if shares_batches and model.vision and not model.vision.trains:
+            encoder = model.vision
+    else:
+        reference_model, name = _build(run, options)
+        offloads = options.offload_ref_model and runtime.device().type == "cuda"
+        follower = ReferenceSync(model, reference_model, options) if options.sync_ref_model else None
+        if shares_batches and not follower:
+            encoder = shared_encoder(model, reference_model)
+        reference_fn = _bind_frozen_model(reference_model, forward, offloads=offloads)
+    flops = Flops.of_model(reference_model)
+    if encoder is None:
+        return reference_fn, flops, name, follower
+    return _with_shared_features(reference_fn, encoder), replace(flops, vision=None), name, follower
+
+
+def _with_shared_features(reference_fn: ReferenceFn, encoder: VisionEncoder) -> ReferenceFn:
+    def with_features(batches: list[Batch], training: TrainState | None) -> list[Tensor]:
+        share_features(encoder, batches)
+        return reference_fn(batches, training)
+
+    return with_features
 
 
 def _bind_frozen_model(model: Model, forward: ForwardFn, *, offloads: bool) -> ReferenceFn:

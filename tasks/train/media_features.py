@@ -1,8 +1,23 @@
 """Images and videos of micro batches as the vision encoder takes them, and features that several models share."""
 
 from ...bridge.model.media_inputs import MediaInputs, StoredFeatures
+from ...bridge.model.model import Model
 from ...bridge.model.vision_encoder import VisionEncoder
 from ...templates.batching.collator import Batch
+from ..distributed.collectives import all_gather_objects
+
+
+def shared_encoder(trained: Model, other: Model) -> VisionEncoder | None:
+    """Return the encoder of a trained model for another in its layout, which has the same frozen tower; else None.
+
+    The other's tower is then freed. Every rank calls this.
+    """
+    if not (trained.vision and other.vision) or trained.vision.trains:
+        return None
+    if not all(all_gather_objects(other.vision.fingerprint() == trained.vision.fingerprint())):
+        return None
+    other.vision.free_tower()
+    return trained.vision
 
 
 def share_features(encoder: VisionEncoder, batches: list[Batch]) -> None:
@@ -15,8 +30,9 @@ def share_features(encoder: VisionEncoder, batches: list[Batch]) -> None:
 
 def release_features(batches: list[Batch]) -> None:
     for batch in batches:
-        if batch.media:
-            batch.media.features = None
+        for part in (batch, batch.mismatched):
+            if part and part.media:
+                part.media.features = None
 
 
 def media_inputs(batch: Batch) -> MediaInputs | None:

@@ -60,6 +60,12 @@ def log(run: Path, *names: str) -> list[list[float]]:
     return [[row[name] for name in names] for row in rows if "loss" in row]
 
 
+def encoded_patches(run: Path) -> int:
+    """Patches that the towers of all ranks have encoded in a run of the program COUNTED."""
+    files = run.parent.glob(f"{run.name}-encoded-*.txt")
+    return sum(int(line) for file in files for line in file.read_text().split())
+
+
 class Oracle:
     """A model of transformers with its processor. head: `score.weight` of a folder without such a class."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests import tiny_vision
 from tests.tasks.distillation.test_apart import teacher
-from tests.tasks.vision_oracle import ALL, BATCH, COUNTED, PICTURES, STEPS, Oracle, Place, log
+from tests.tasks.vision_oracle import ALL, BATCH, COUNTED, PICTURES, STEPS, Oracle, Place, encoded_patches, log
 
 pytestmark = pytest.mark.slow
 BETA, TEMPERATURE, ALPHA = 0.3, 0.7, 0.4
@@ -110,10 +110,7 @@ def test_a_layout_gives_the_numbers_of_one_process(layout: str, apart: str, towe
 
 
 def patches(place: Place, flags: str, processes: int) -> int:
-    """Patches that the towers of all ranks encode in a run."""
-    run = distil(place, flags, processes, program=COUNTED)
-    files = run.parent.glob(f"{run.name}-encoded-*.txt")
-    return sum(int(line) for file in files for line in file.read_text().split())
+    return encoded_patches(distil(place, flags, processes, program=COUNTED))
 
 
 @pytest.mark.parametrize("flags", ["", pytest.param(LAYOUTS["PP2"], marks=pytest.mark.long)])

@@ -9,7 +9,18 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tests import tiny_vision
-from tests.tasks.vision_oracle import ALL, BATCH, PICTURES, STEPS, Oracle, Place, log, save_with_head
+from tests.tasks.vision_oracle import (
+    ALL,
+    BATCH,
+    COUNTED,
+    PICTURES,
+    STEPS,
+    Oracle,
+    Place,
+    encoded_patches,
+    log,
+    save_with_head,
+)
 
 pytestmark = pytest.mark.slow
 BETA = 0.1
@@ -53,12 +64,12 @@ def place(tmp_path_factory) -> Place:
     return place
 
 
-def rlhf(place: Place, kind: str, flags: str = "", processes: int = 1) -> Path:
+def rlhf(place: Place, kind: str, flags: str = "", processes: int = 1, **more: Any) -> Path:
     model, data = "reward" if kind == "rm" else "qwen3", "kto" if kind == "kto" else "pairs"
     tower = "" if "freeze" in flags else ALL
     micro = "" if "micro_batch_size" in flags else "--micro_batch_size 2"
     return place.run(
-        f"rlhf --rlhf_type {kind} --model {model} --dataset {data}.jsonl {tower} {micro} {flags}", processes
+        f"rlhf --rlhf_type {kind} --model {model} --dataset {data}.jsonl {tower} {micro} {flags}", processes, **more
     )
 
 
@@ -75,8 +86,9 @@ def images(rows: list[dict[str, Any]], *, is_paired: bool = True) -> list[float]
     ]
 
 
-def by_hand(place: Place, kind: str, reference: str = "qwen3") -> list[list[float]]:
+def by_hand(place: Place, kind: str, reference: str = "qwen3", *, trains_tower: bool = True) -> list[list[float]]:
     policy = Oracle(place.folder / ("reward" if kind == "rm" else "qwen3"), place.folder, has_head=kind == "rm")
+    policy.model.model.visual.requires_grad_(trains_tower)
     frozen = Oracle(place.folder / reference, place.folder)
 
     def log_probs(model: Oracle, rows: list[dict]) -> tuple[Tensor, Tensor]:
@@ -197,6 +209,24 @@ def test_adapters_have_the_model_without_them_as_reference(place):
     assert abs(last[1]) > 1e-3
     separate = rlhf(place, "dpo", f"{lora} --ref_model qwen3")
     torch.testing.assert_close(log(run, *NAMES), log(separate, *NAMES), rtol=1e-4, atol=0)
+
+
+def test_a_reference_with_the_same_frozen_tower_reads_the_model_s_features(place):
+    frozen = "--freeze_vit true"
+    run, apart = (rlhf(place, "dpo", f"{frozen} {more}", program=COUNTED) for more in ("", "--ref_model other"))
+    expected = by_hand(place, "dpo", trains_tower=False)
+    torch.testing.assert_close(log(run, "loss", "grad_norm", *PAIRED), expected, rtol=2e-4, atol=1e-6)
+    assert 0 < 2 * encoded_patches(run) == encoded_patches(apart)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("layout", ["--pipeline_model_parallel_size 2", "--tensor_model_parallel_size 2"])
+def test_shared_features_in_a_layout(kind, layout, place):
+    lora = "--freeze_vit true --tuner_type lora --lora_rank 4 --lora_dropout 0"
+    divided, alone = rlhf(place, kind, f"{lora} {layout}", 2, program=COUNTED), rlhf(place, kind, lora, program=COUNTED)
+    torch.testing.assert_close(log(divided, *NAMES), log(alone, *NAMES), rtol=1e-4, atol=0)
+    assert encoded_patches(divided) == encoded_patches(alone)
 
 
 def test_a_reference_without_tower_is_refused(place):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tasks.vision_oracle import BATCH, COUNTED, PICTURES, STEPS, Place, log
+from tests.tasks.vision_oracle import BATCH, COUNTED, PICTURES, STEPS, Place, encoded_patches, log
 
 pytestmark = pytest.mark.slow
 NAMES = "loss", "grad_norm"
@@ -32,11 +32,6 @@ def train(place: Place, flags: str = "", processes: int = 1, *, task: str = "sft
     return place.run(f"{task} --model qwen3 --dataset rows.jsonl {micro} {flags}", processes, **more)
 
 
-def patches(run: Path) -> int:
-    files = run.parent.glob(f"{run.name}-encoded-*.txt")
-    return sum(int(line) for file in files for line in file.read_text().split())
-
-
 def cached_images(run: Path) -> list[float]:
     rows = [json.loads(line) for line in (run / "logging.jsonl").read_text().splitlines()]
     return [row.get("cached_images", 0.0) for row in rows if "loss" in row]
@@ -52,8 +47,8 @@ def test_a_second_run_encodes_nothing(place: Place) -> None:
     steps = log(plain, *NAMES)
     assert log(first, *NAMES) == log(second, *NAMES) == steps
     images = [number for (number,) in log(plain, "images")]
-    assert 0 < patches(first) <= patches(plain)
-    assert patches(second) == 0
+    assert 0 < encoded_patches(first) <= encoded_patches(plain)
+    assert encoded_patches(second) == 0
     assert cached_images(plain) == [0.0] * STEPS
     assert cached_images(second) == images
 
@@ -64,7 +59,7 @@ def test_a_truncated_file_is_computed_again(place: Place) -> None:
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[: len(whole) // 2])
     run = train(place, f"{CACHE} --seed 44", program=COUNTED)
-    assert patches(run) > 0
+    assert encoded_patches(run) > 0
     assert log(run, *NAMES) == before
     assert damaged.read_bytes() == whole
 
@@ -80,7 +75,7 @@ def test_a_truncated_file_is_computed_again(place: Place) -> None:
 def test_a_layout_reads_what_another_has_written(layout: str, place: Place) -> None:
     train(place, CACHE)
     plain, cached = (train(place, f"{layout} {flags}", 2, program=COUNTED) for flags in ("", CACHE))
-    assert patches(plain) > 0 == patches(cached)
+    assert encoded_patches(plain) > 0 == encoded_patches(cached)
     torch.testing.assert_close(log(cached, *NAMES), log(plain, *NAMES), rtol=1e-5, atol=0)
     assert cached_images(cached) == [number for (number,) in log(plain, "images")]
     assert all(1 < imbalance <= 2 for (imbalance,) in log(plain, "vision_imbalance"))
@@ -95,8 +90,8 @@ def test_a_second_epoch_reads_the_first(workers: int, place: Place, monkeypatch)
     flags = f"--train_iters {3 * STEPS} --dataloader_num_workers {workers}"
     plain, cached = (train(place, f"{flags} {more}", program=COUNTED) for more in ("", CACHE))
     assert log(cached, *NAMES) == log(plain, *NAMES)
-    epoch = patches(plain) / 3
-    assert 0 < patches(cached) <= epoch * (2 if workers else 1)
+    epoch = encoded_patches(plain) / 3
+    assert 0 < encoded_patches(cached) <= epoch * (2 if workers else 1)
 
 
 def test_a_full_cache_stops_writing(place: Place, monkeypatch) -> None:
