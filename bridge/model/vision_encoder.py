@@ -167,11 +167,12 @@ class VisionEncoder:
         """Encode micro batches, and exchange their features; together unless they have a backward pass."""
         media = [batch for batch in batches if batch is not None]
         if self._is_trained:
-            encoded = iter([self._encode_trained(batch) for batch in media])
+            encoded = [self._encode_trained(batch) for batch in media]
         else:
-            parts = zip(media, self.compute_features(media), strict=True)
-            encoded = (self._exchanged(self.exchange.plan(batch), features) for batch, features in parts)
-        return [None if batch is None else next(encoded) for batch in batches]
+            parts = zip(media, self._computed(media), strict=True)
+            encoded = [self._exchanged(self.exchange.plan(batch), features) for batch, features in parts]
+        remaining = iter(encoded)
+        return [None if batch is None else next(remaining) for batch in batches]
 
     def _encode_trained(self, batch: MediaInputs) -> MediaFeatures:
         """Encode a micro batch with a backward pass to come."""
@@ -186,8 +187,10 @@ class VisionEncoder:
                 states.append(call_states)
         exchange = self.exchange.plan(batch)
         media = self._exchanged(exchange, torch.cat([self._empty(), *(part.detach() for part in features)], dim=1))
-        leaves = {level: leaf.requires_grad_() for level, leaf in media.levels.items()}
-        self._pending.append(_Encoded(exchange, leaves, calls, patches, features if keeps_graph else [], states))
+        for leaf in media.levels.values():
+            leaf.requires_grad_()
+        kept_features = features if keeps_graph else []
+        self._pending.append(_Encoded(exchange, media.levels, calls, patches, kept_features, states))
         return media
 
     def _exchanged(self, exchange: Exchange, features: Tensor) -> MediaFeatures:
@@ -195,28 +198,29 @@ class VisionEncoder:
         leaves = self.exchange.send(exchange, features)
         return MediaFeatures(to_device(torch.cat(exchange.receives), runtime.device()), leaves)
 
-    @torch.no_grad()
     def compute_features(self, batches: Sequence[MediaInputs]) -> list[Tensor]:
         """Return the features of the media that this rank encodes, of each micro batch, as MediaInputs.features."""
-        features: list[Tensor] = []
+        return list(self._computed(batches))
+
+    def _computed(self, batches: Sequence[MediaInputs]) -> Iterator[Tensor]:
         while batches:
             count = self._count_together(batches)
-            features += self._compute_together(batches[:count])
+            yield from self._compute_together(batches[:count])
             batches = batches[count:]
-        return features
 
     def _count_together(self, batches: Sequence[MediaInputs | None]) -> int:
         """Return how many of the first micro batches are encoded together, without a backward pass."""
         patches = accumulate(0 if batch is None else int(batch.grids.prod(1).sum()) for batch in batches)
         return max(sum(total <= FORWARD_CALL_PATCHES * self.exchange.ranks for total in patches), 1)
 
+    @torch.no_grad()
     def _compute_together(self, batches: Sequence[MediaInputs]) -> list[Tensor]:
         """Return the features of micro batches that fit into a call or two of the tower."""
-        new = [self._new_media(batch) for batch in batches]
-        patches = torch.cat([self._normalize(batch) for batch, _ in new])
-        calls = self._calls(torch.cat([grids for _, grids in new]), FORWARD_CALL_PATCHES)
+        new_media = [self._new_media(batch) for batch in batches]
+        patches = torch.cat([self._normalize(batch) for batch, _ in new_media])
+        calls = self._calls(torch.cat([grids for _, grids in new_media]), FORWARD_CALL_PATCHES)
         computed = [self.tower.merge(self.tower.encode(patches[call.patches], call.plan), call.plan) for call in calls]
-        counts = [int(self._feature_counts(grids).sum()) for _, grids in new]
+        counts = [int(self._feature_counts(grids).sum()) for _, grids in new_media]
         parts = torch.cat([self._empty(), *computed], dim=1).split(counts, dim=1)
         return [self._with_stored(batch, part) for batch, part in zip(batches, parts, strict=True)]
 

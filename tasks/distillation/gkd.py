@@ -42,11 +42,11 @@ Answers = list[tuple[Document, Sequence[PlacedMedium]]]  # conversations with th
 
 def run(options: GkdOptions, sources: dict[str, str]) -> int:
     """Run the task and return its exit code. sources: where each option's value came from, for args.json."""
-    return train(options, sources, make_gkd, check_media)  # type: ignore[arg-type]
+    return train(options, sources, make_gkd, check_answers)  # type: ignore[arg-type]
 
 
-def check_media(run: Run) -> None:
-    """Raise ValueError if the data has images or videos, and the run needs an engine or a server, which see none."""
+def check_answers(run: Run) -> None:
+    """Raise ValueError if the data has images or videos, and a server or an engine, which see none, has a part."""
     options = run.options
     assert isinstance(options, GkdOptions)
     if not has_media(run.data):

@@ -151,6 +151,8 @@ def bind_reference(
 
 
 def _with_shared_features(reference_fn: ReferenceFn, encoder: VisionEncoder) -> ReferenceFn:
+    """Have the trained model's encoder compute the features that the reference, and later the model, read."""
+
     def with_features(batches: list[Batch], training: TrainState | None) -> list[Tensor]:
         share_features(encoder, batches)
         return reference_fn(batches, training)

@@ -75,17 +75,17 @@ class FeatureWriter:
     def __init__(self, files: FeatureFiles, bound: CacheBound):
         self._files, self._bound = files, bound
         self._queue: Queue[_Waiting | None] = Queue()
-        self._given_bytes = self._done_bytes = 0  # each counted by one thread
+        self._input_bytes = self._output_bytes = 0  # each counted by one thread
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def __call__(self, media: list[tuple[str, int]], features: Tensor) -> None:
         """Write the features of media later: keys with numbers of features, and the features on the device."""
-        waiting_bytes = self._given_bytes - self._done_bytes
+        waiting_bytes = self._input_bytes - self._output_bytes
         if self._is_stopped or not media or waiting_bytes + features.nbytes > MOST_WAITING:
             return
-        self._given_bytes += features.nbytes
+        self._input_bytes += features.nbytes
         copied = None
         if features.device.type == "cuda":
             features, copied = features.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -104,7 +104,7 @@ class FeatureWriter:
                     self._write(waiting)
                 except OSError as error:
                     self._stop(f"cannot be written ({error.strerror or error})")
-            self._done_bytes += waiting.features.nbytes
+            self._output_bytes += waiting.features.nbytes
 
     def _write(self, waiting: _Waiting) -> None:
         if waiting.copied:

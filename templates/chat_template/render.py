@@ -60,7 +60,7 @@ class Text(NamedTuple):
     weights: Sequence[float] = ()  # loss weight of each turn
     base_weight: float = 1.0  # loss weight outside the turns
     answer: Span | None = None  # preference, kto, answered: text after the prompt
-    body: Span | None = None  # text that may be truncated; None: all. With `special`: within the turns
+    body: Span | None = None  # text that may be truncated; None: all
     special: bool = False  # whether the tokenizer adds its special tokens, which are not truncated
     media: Sequence[Medium] = ()  # in the order of their placeholders
 

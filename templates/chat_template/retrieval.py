@@ -28,7 +28,7 @@ def judge_messages(request: str) -> list[JsonObject]:
 
 
 def embedding_messages(text: str, instruct: str) -> list[JsonObject]:
-    """Return the messages of Qwen3-VL-Embedding. instruct: "" for the published one; it is made to end as a sentence"""
+    """Return the messages of Qwen3-VL-Embedding. instruct: "" for the published one; others get a point at the end."""
     instruct = instruct.strip()
     if instruct and not unicodedata.category(instruct[-1]).startswith("P"):
         instruct += "."
