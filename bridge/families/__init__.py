@@ -15,6 +15,8 @@ from . import (
     glm4_moe_lite,
     gpt_oss,
     granite,
+    hunyuan_v1_dense,
+    hunyuan_v1_moe,
     llama,
     llama4_text,
     minimax_m2,
@@ -48,7 +50,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         qwen3_5_moe_text, mixtral, olmoe, ernie4_5_moe, minimax_m2, gpt_oss, mistral, phi3, granite, glm4, ernie4_5,
         gemma3_text, llama4_text, qwen2_5_vl_text, qwen3_vl_text, qwen3_vl_moe_text, seed_oss,
         smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
-        ministral3,
+        ministral3, hunyuan_v1_dense, hunyuan_v1_moe,
     )
 )  # fmt: skip
 

@@ -285,6 +285,11 @@ QK_NORMS = [
     layer_mapping("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", REPLICATED),
 ]
 
+ROTATED_QK_NORMS = [
+    layer_mapping("self_attn.query_layernorm.weight", "self_attention.core_attention.q_layernorm.weight", REPLICATED),
+    layer_mapping("self_attn.key_layernorm.weight", "self_attention.core_attention.k_layernorm.weight", REPLICATED),
+]
+
 
 def attention_biases(config: HfConfig) -> list[ParamMapping]:
     """Map the biases of the query, key, value and output projections, if attention_bias is set."""

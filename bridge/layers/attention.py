@@ -20,6 +20,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 
 from ..mapping.param_mapping import Architecture, Layer
+from .norm import Norm
 from .packed_seqs import AttentionSpan, Documents, Segments
 from .rope import apply_rotary
 from .sinks import masked_attention, varlen_attention
@@ -51,6 +52,12 @@ class CoreAttention(MegatronModule):
         layer = layers[layer_number - 1] if layer_number <= len(layers) else Layer()
         self.rope, self.span = layer.rope, AttentionSpan(layer.window, layer.chunk)
         self.l2_norm = architecture.qk_norm == "l2" and layer.rope is not None
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm and architecture.qk_norm == "rotated":
+            # megatron-core sums the gradients of norms with these names over the tensor-parallel ranks.
+            self.q_layernorm, self.k_layernorm = (
+                Norm(config, config.kv_channels or 0, eps=config.layernorm_epsilon) for _ in range(2)
+            )
         growth = architecture.query_growth
         self.query_growth = growth if growth and growth.has_rope == (layer.rope is not None) else None
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
@@ -107,6 +114,8 @@ class CoreAttention(MegatronModule):
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         query, key = self._rotate(query, documents), self._rotate(key, documents)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.l2_norm:
             query, key = (
                 F.rms_norm(x.float(), x.shape[-1:], eps=self.config.layernorm_epsilon).to(x.dtype) for x in (query, key)
@@ -191,11 +200,18 @@ class CoreAttention(MegatronModule):
         return torch.cat(outputs)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> ShardedStateDict:
-        if self.softmax_offset is None:
+        tensors = {
+            f"{name}.weight": norm.weight
+            for name, norm in (("q_layernorm", self.q_layernorm), ("k_layernorm", self.k_layernorm))
+            if norm is not None
+        }
+        if self.softmax_offset is not None:
+            tensors["softmax_offset"] = self.softmax_offset
+        if not tensors:
             return {}
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
-            {"softmax_offset": self.softmax_offset},
+            tensors,
             prefix,
             {"softmax_offset": 0},
             sharded_offsets,

@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.typed_torch import apply_module
 from torch import Tensor
@@ -17,11 +18,11 @@ def supports_fused_heads(config: TransformerConfig) -> bool:
     architecture: Architecture = config.architecture  # type: ignore[attr-defined]
     assert config.num_query_groups is not None
     assert config.kv_channels is not None
-    has_head_rms_norm = config.normalization == "RMSNorm" and architecture.qk_norm == "head"
+    has_rms_norm = config.normalization == "RMSNorm" and architecture.qk_norm in ("head", "rotated")
     return (
         config.fuse_heads  # type: ignore[attr-defined]
         and not config.multi_latent_attention
-        and (has_head_rms_norm if config.qk_layernorm else architecture.qk_norm != "l2")
+        and (has_rms_norm if config.qk_layernorm else architecture.qk_norm != "l2")
         and config.num_query_groups >= config.tensor_model_parallel_size
         and config.kv_channels % 2 == 0
     )
@@ -32,6 +33,8 @@ class FusedSelfAttention(SelfAttention):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        if isinstance(self.q_layernorm, IdentityOp):  # core attention has the norms, behind its rope
+            self.q_layernorm = self.k_layernorm = None
         core: Any = self.core_attention
         self.rope, core.rope = core.rope, None  # its queries and keys are already rotated
         # The value can be a view if attention takes its strides and the norms keep the QKV tensor in memory anyway.

@@ -155,9 +155,10 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
 
 def _head_norms(config: TransformerConfig, norm: NormBuilder) -> tuple[NormBuilder, NormBuilder]:
     """Return the builders of the queries' and the keys' norm."""
-    if not config.qk_layernorm:
+    qk_norm: str = config.architecture.qk_norm  # type: ignore[attr-defined]
+    if not config.qk_layernorm or qk_norm == "rotated":  # core attention has norms of rotated heads
         return IdentityOp, IdentityOp
-    if config.architecture.qk_norm == "head":  # type: ignore[attr-defined]
+    if qk_norm == "head":
         return norm, norm
     assert config.num_query_groups is not None
     return partial(WideNorm, config.num_attention_heads), partial(WideNorm, config.num_query_groups)

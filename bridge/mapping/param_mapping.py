@@ -104,8 +104,8 @@ class Architecture:
     output_bias: bool = False  # bias of attention's output projection; for queries, keys and values: add_qkv_bias
     mlp_bias: bool = False  # biases of both linear layers of dense MLPs
     sinks: bool = False  # a learned logit per head in addition to those of the keys
-    # With qk_layernorm in `transformer`: "head" (a norm per head) or "all" (one norm over all heads). Without it: "l2"
-    # divides each head by its root mean square after the rope, in layers with a rope.
+    # With qk_layernorm in `transformer`: "head" (a norm per head), "rotated" (one after the rope) or "all" (one for all
+    # heads). Without it: "l2" divides each head by its root mean square after the rope, in layers with a rope.
     qk_norm: str = "head"
     query_growth: QueryGrowth | None = None
     expert_bias: bool = False  # biases of both linear layers of each expert

@@ -179,6 +179,10 @@ def test_which_layers_have_experts(step, dense):
         ("ministral3", {"rope_parameters": {"rope_theta": 1e6}}, "without llama_4_scaling_beta or original_max_pos"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' and no layer_types"),
         ("exaone4", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "and no sliding_window"),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm False; this family is supported with True only"),
+        ("hunyuan_v1_moe", {"use_cla": True}, "use_cla True; this family is supported with False only"),
+        ("hunyuan_v1_moe", {"num_experts": [8, 16]}, r"num_experts that differs between layers: \[8, 16\]"),
+        ("hunyuan_v1_moe", {"num_shared_expert": [2] * 32}, "num_shared_expert 2; transformers' class takes 1"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .* one number for each of 36 layers"),
     ],
 )

@@ -4,7 +4,9 @@ Sizes are what the hub counts in the files' headers, where that could be seen, e
 written, and then the publisher's figure agrees with it as far as it goes.
 """
 
-from tests.bridge.families.published import deepseek, dense, experts, llama, qwen
+from tests.bridge.families.published import deepseek, dense, experts, llama, others, qwen
 from tests.bridge.families.published.model import Published
 
-MODELS: dict[str, Published] = qwen.MODELS | llama.MODELS | deepseek.MODELS | experts.MODELS | dense.MODELS
+MODELS: dict[str, Published] = (
+    qwen.MODELS | llama.MODELS | deepseek.MODELS | experts.MODELS | dense.MODELS | others.MODELS
+)
