@@ -3,6 +3,8 @@
 from ..mapping.param_mapping import Family, HfConfig
 from . import (
     arcee,
+    cohere,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
     dots1,
@@ -50,7 +52,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         qwen3_5_moe_text, mixtral, olmoe, ernie4_5_moe, minimax_m2, gpt_oss, mistral, phi3, granite, glm4, ernie4_5,
         gemma3_text, llama4_text, qwen2_5_vl_text, qwen3_vl_text, qwen3_vl_moe_text, seed_oss,
         smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
-        ministral3, hunyuan_v1_dense, hunyuan_v1_moe,
+        ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
     )
 )  # fmt: skip
 

@@ -32,7 +32,8 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
 - query heads and dense widths divide by TP, experts by EP, an expert's width by ETP; key heads may be fewer than TP;
 - the key heads of gated delta nets divide by TP x CP; on GPUs their kernels are those of flash-linear-attention
   (`pip install flash-linear-attention`), and a run without it says so in a warning;
-- experts under TP train with sequence parallelism only (megatron-core's rule).
+- experts under TP train with sequence parallelism only (megatron-core's rule);
+- layers with attention and MLP in parallel keep the output of their norm under `--recompute_modules layernorm`.
 
 ## Sequence classification
 
@@ -102,6 +103,7 @@ def _line(family: Family) -> str:
         "sinks": architecture.sinks,
         "norms after each part": architecture.post_norms and architecture.pre_norms,
         "norms only after each part": architecture.post_norms and not architecture.pre_norms,
+        "attention and MLP in parallel": architecture.parallel_block,
         "multipliers": scales != {1.0},
         "experts": has_experts,
         "a shared expert": arguments.get("moe_shared_expert_intermediate_size"),

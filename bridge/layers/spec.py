@@ -29,6 +29,7 @@ from .mla import LatentAttention, LatentAttentionSubmodules
 from .mlp import SwiGLU
 from .moe import ExpertLayer
 from .norm import Norm, NormBuilder, WideNorm
+from .parallel_block import ParallelLayer
 from .residual import ResidualAdd
 from .router import Router
 from .self_attention import FusedSelfAttention, supports_fused_heads
@@ -68,9 +69,11 @@ def mtp_spec(config: TransformerConfig, *, transformer_engine: bool) -> tuple[Mo
 
 def _uses_engine_norms(config: TransformerConfig, transformer_engine: bool) -> bool:
     """Return whether to use Transformer Engine's norms: with FP8 they output FP8, else megaswift's are faster."""
-    if config.separates_norms:  # type: ignore[attr-defined]
+    architecture: Architecture = config.architecture  # type: ignore[attr-defined]
+    is_centred = config.normalization != "RMSNorm"
+    if config.separates_norms or (is_centred and not architecture.norm_bias):  # type: ignore[attr-defined]
         return False
-    return transformer_engine and bool(config.fp8 or config.normalization != "RMSNorm" or not usable())
+    return transformer_engine and bool(config.fp8 or is_centred or not usable())
 
 
 def _norm_builder(config: TransformerConfig, transformer_engine: bool):
@@ -101,6 +104,9 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
     architecture: Architecture = config.architecture  # type: ignore[attr-defined]
     if not architecture.pre_norms:
         norm_column, separate_norm, branch_norm = column, IdentityOp, IdentityOp
+    norm_input = separate_norm
+    if architecture.parallel_block:  # two linears follow the norm, so it is separate
+        norm_input, norm_column, separate_norm = branch_norm, column, IdentityOp
     # megatron-core has one setting for the biases of all these linears; here each has its own.
     output = _with_bias(row, architecture.output_bias)
     fc1, fc2 = (_with_bias(linear, architecture.mlp_bias) for linear in (norm_column, row))
@@ -126,7 +132,6 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
             k_layernorm=k_norm,
         ),
     )
-    norm_input = separate_norm
     if config.multi_latent_attention:
         # Two linears follow the norm, so it is separate.
         attention = ModuleSpec(module=LatentAttention, submodules=LatentAttentionSubmodules(column, row, norm))
@@ -141,12 +146,12 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
     else:
         mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, SwiGLU))
     return ModuleSpec(
-        module=TransformerLayer,
+        module=ParallelLayer if architecture.parallel_block else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_input,
             self_attention=attention,
             self_attn_bda=bias_dropout_add,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=branch_norm if moe else separate_norm,
+            pre_mlp_layernorm=branch_norm if moe and not architecture.parallel_block else separate_norm,
             mlp=mlp,
             mlp_bda=bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),

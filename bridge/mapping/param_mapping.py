@@ -101,6 +101,8 @@ class Architecture:
     logits_scale: float = 1.0  # divisor of the logits
     pre_norms: bool = True  # norms on the inputs of attention and MLP
     post_norms: bool = False  # norms on their outputs
+    parallel_block: bool = False  # attention and MLP have the same input, the output of one norm
+    norm_bias: bool = True  # biases of LayerNorms
     output_bias: bool = False  # bias of attention's output projection; for queries, keys and values: add_qkv_bias
     mlp_bias: bool = False  # biases of both linear layers of dense MLPs
     sinks: bool = False  # a learned logit per head in addition to those of the keys

@@ -37,7 +37,8 @@ def test_missing_keys_take_the_defaults_of_transformers(family):
     assert given["hidden_size"] == config.hidden_size
     heads = config.num_attention_heads
     assert given["num_attention_heads"] == heads
-    assert given["layernorm_epsilon"] == config.rms_norm_eps
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
+    assert given["layernorm_epsilon"] == next(getattr(config, name) for name in names if hasattr(config, name))
     is_tied = (
         CONFIG_MAPPING[OUTER[family.name]]().tie_word_embeddings if family.name in OUTER else config.tie_word_embeddings
     )
@@ -179,6 +180,8 @@ def test_which_layers_have_experts(step, dense):
         ("ministral3", {"rope_parameters": {"rope_theta": 1e6}}, "without llama_4_scaling_beta or original_max_pos"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' and no layer_types"),
         ("exaone4", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "and no sliding_window"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm True; this family is supported with False only"),
+        ("cohere2", {"sliding_window": None, "layer_types": ["sliding_attention"] * 40}, "and no sliding_window"),
         ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm False; this family is supported with True only"),
         ("hunyuan_v1_moe", {"use_cla": True}, "use_cla True; this family is supported with False only"),
         ("hunyuan_v1_moe", {"num_experts": [8, 16]}, r"num_experts that differs between layers: \[8, 16\]"),

@@ -1,4 +1,4 @@
-"""Hunyuan, and families of one or two models each."""
+"""Hunyuan, Cohere, and families of one or two models each."""
 
 from tests.bridge.families.published.model import Published
 
@@ -48,7 +48,79 @@ HUNYUAN_A13B = _hunyuan(
     vocab_size=128167,
 )
 
+
+def _cohere(model_type="cohere", **changes):
+    return {
+        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "layer_norm_eps": 1e-05,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "model_type": model_type,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 10000,
+        "torch_dtype": "bfloat16",
+        "use_qk_norm": False,
+        "vocab_size": 256000,
+        **changes,
+    }
+
+
+def _cohere2(**changes):
+    return _cohere(
+        "cohere2",
+        head_dim=128,
+        layer_switch=4,
+        logit_scale=0.25,
+        max_position_embeddings=132096,
+        order_of_interleaved_layers="local_attn_first",
+        position_embedding_type="rope_gptj",
+        rope_scaling=None,
+        rope_theta=50000,
+        rotary_pct=1.0,
+        sliding_window=4096,
+        sliding_window_pattern=4,
+        use_embedding_sharing=True,
+        use_gated_activation=True,
+        use_parallel_block=True,
+        use_parallel_embedding=True,
+        **changes,
+    )
+
+
 MODELS = {
+    "aya-23-8B": Published("cohere", "8028033024", _cohere()),
+    "c4ai-command-r-v01": Published(
+        "cohere",
+        "34980831232",
+        _cohere(
+            hidden_size=8192,
+            intermediate_size=22528,
+            max_position_embeddings=131072,
+            num_attention_heads=64,
+            num_hidden_layers=40,
+            num_key_value_heads=64,
+            rope_theta=8000000.0,
+        ),
+    ),
+    "c4ai-command-r7b-12-2024": Published("cohere2", "8028033024", _cohere2()),
+    "c4ai-command-a-03-2025": Published(
+        "cohere2",
+        "111057580032",
+        _cohere2()
+        | {
+            "hidden_size": 12288,
+            "intermediate_size": 36864,
+            "num_attention_heads": 96,
+            "num_hidden_layers": 64,
+        },
+    ),
     "Hunyuan-1.8B-Instruct": Published(
         "hunyuan_v1_dense",
         "1.79",
