@@ -11,6 +11,8 @@ from . import (
     ernie4_5,
     ernie4_5_moe,
     exaone4,
+    gemma,
+    gemma2,
     gemma3_text,
     glm4,
     glm4_moe,
@@ -53,6 +55,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         gemma3_text, llama4_text, qwen2_5_vl_text, qwen3_vl_text, qwen3_vl_moe_text, seed_oss,
         smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
+        gemma, gemma2,
     )
 )  # fmt: skip
 

@@ -101,6 +101,7 @@ def _line(family: Family) -> str:
         "chunks": any(layer.chunk for layer in attention),
         "layers without positions": any(layer.rope is None for layer in attention),
         "sinks": architecture.sinks,
+        "capped scores and logits": architecture.score_cap and architecture.logits_cap,
         "norms after each part": architecture.post_norms and architecture.pre_norms,
         "norms only after each part": architecture.post_norms and not architecture.pre_norms,
         "attention and MLP in parallel": architecture.parallel_block,

@@ -62,6 +62,7 @@ class CoreAttention(MegatronModule):
         self.query_growth = growth if growth and growth.has_rope == (layer.rope is not None) else None
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.softmax_scale = softmax_scale
+        self.score_cap = architecture.score_cap
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.kernel: str = config.attention_kernel  # type: ignore[attr-defined]
         self.inner = self.packed_attention = self.softmax_offset = None
@@ -151,7 +152,9 @@ class CoreAttention(MegatronModule):
             )
         if self.kernel != "sdpa" and query.shape[1] == 1 and not (self.training and self.dropout):
             query, key, value = (x.squeeze(1) for x in (query, key, value))
-            output = varlen_attention(query, key, value, segments, self.softmax_scale, self.softmax_offset)
+            output = varlen_attention(
+                query, key, value, segments, self.softmax_scale, self.softmax_offset, self.score_cap
+            )
         elif self.training and self.dropout and not self.config.sequence_parallel:
             # Tensor-parallel ranks have different heads, so their dropout must differ.
             with get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
@@ -183,8 +186,10 @@ class CoreAttention(MegatronModule):
         ):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [batch, heads, length, dim]
             mask = _mask(q.shape[2], k.shape[2], segments.window, q.device)
-            if self.softmax_offset is not None:
-                output = masked_attention(q, k, v, mask, self.softmax_offset, self.softmax_scale, dropout)
+            if self.softmax_offset is not None or self.score_cap is not None:
+                output = masked_attention(
+                    q, k, v, mask, self.softmax_offset, self.softmax_scale, dropout, self.score_cap
+                )
             else:
                 output = F.scaled_dot_product_attention(
                     q,

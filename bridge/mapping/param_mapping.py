@@ -99,6 +99,8 @@ class Architecture:
     embedding_scale: float = 1.0  # factor on the embedding's output, in the model's dtype
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP
     logits_scale: float = 1.0  # divisor of the logits
+    logits_cap: float | None = None  # logits x become cap * tanh(x / cap), before any division
+    score_cap: float | None = None  # attention scores too, before the softmax
     pre_norms: bool = True  # norms on the inputs of attention and MLP
     post_norms: bool = False  # norms on their outputs
     parallel_block: bool = False  # attention and MLP have the same input, the output of one norm

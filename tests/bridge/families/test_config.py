@@ -182,6 +182,7 @@ def test_which_layers_have_experts(step, dense):
         ("exaone4", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "and no sliding_window"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm True; this family is supported with False only"),
         ("cohere2", {"sliding_window": None, "layer_types": ["sliding_attention"] * 40}, "and no sliding_window"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True; this family is supp"),
         ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm False; this family is supported with True only"),
         ("hunyuan_v1_moe", {"use_cla": True}, "use_cla True; this family is supported with False only"),
         ("hunyuan_v1_moe", {"num_experts": [8, 16]}, r"num_experts that differs between layers: \[8, 16\]"),

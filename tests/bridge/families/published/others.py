@@ -1,4 +1,4 @@
-"""Hunyuan, Cohere, and families of one or two models each."""
+"""Hunyuan, Cohere, earlier Gemma, and families of one or two models each."""
 
 from tests.bridge.families.published.model import Published
 
@@ -94,7 +94,49 @@ def _cohere2(**changes):
     )
 
 
+def _gemma(hidden, inner, layers, heads, groups, **changes):
+    return {
+        "architectures": ["GemmaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": groups,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 256000,
+        **changes,
+    }
+
+
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "model_type": "gemma2",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
 MODELS = {
+    "gemma-2b": Published("gemma", "2506172416", _gemma(2048, 16384, 18, 8, 1)),
+    "gemma-7b": Published("gemma", "8537680896", _gemma(3072, 24576, 28, 16, 16)),
+    "gemma-2-2b-it": Published("gemma2", "2614341888", _gemma(2304, 9216, 26, 8, 4, **GEMMA2)),
+    "gemma-2-9b-it": Published("gemma2", "9241705984", _gemma(3584, 14336, 42, 16, 8, **GEMMA2)),
+    "gemma-2-27b-it": Published(
+        "gemma2",
+        "27227128320",
+        _gemma(4608, 36864, 46, 32, 16, **GEMMA2 | {"head_dim": 128, "query_pre_attn_scalar": 144}),
+    ),
     "aya-23-8B": Published("cohere", "8028033024", _cohere()),
     "c4ai-command-r-v01": Published(
         "cohere",
