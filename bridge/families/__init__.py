@@ -2,6 +2,7 @@
 
 from ..mapping.param_mapping import Family, HfConfig
 from . import (
+    apertus,
     arcee,
     cohere,
     cohere2,
@@ -55,7 +56,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         gemma3_text, llama4_text, qwen2_5_vl_text, qwen3_vl_text, qwen3_vl_moe_text, seed_oss,
         smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
-        gemma, gemma2,
+        gemma, gemma2, apertus,
     )
 )  # fmt: skip
 

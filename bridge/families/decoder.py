@@ -194,7 +194,7 @@ def qwen_layers(config: HfConfig) -> tuple[Layer, ...]:
     return sliding_layers(config, [window is not None and i >= first for i in range(config["num_hidden_layers"])])
 
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu2")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu2", "xielu")
 
 
 def describe_decoder(

@@ -26,7 +26,7 @@ from .deepstack import DeepStackLayer
 from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet
 from .mla import LatentAttention, LatentAttentionSubmodules
-from .mlp import SwiGLU
+from .mlp import XIELU, SwiGLU
 from .moe import ExpertLayer
 from .norm import Norm, NormBuilder, WideNorm
 from .parallel_block import ParallelLayer
@@ -144,7 +144,8 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
             ExpertLayer, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared)
         )
     else:
-        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, SwiGLU))
+        activation = XIELU if config.activation_func is XIELU else SwiGLU
+        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, activation))
     return ModuleSpec(
         module=ParallelLayer if architecture.parallel_block else TransformerLayer,
         submodules=TransformerLayerSubmodules(

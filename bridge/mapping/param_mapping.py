@@ -144,12 +144,13 @@ class ShardingKind:
 
     dim: the split dimension; None: replicated. spans(length, ranks, architecture): cover, in order and without a gap,
     the `length` positions along `dim` of the concatenated equal shards of all `ranks`. parts: replacements of {part} in
-    the Hugging Face name.
+    the Hugging Face name. is_scalar: the Hugging Face tensor has no dimension, and megatron-core's one element.
     """
 
     dim: int | None
     spans: Callable[[int, int, Architecture], list[Span]]
     parts: tuple[str, ...] = ("",)
+    is_scalar: bool = False
 
 
 def _full_span(length: int, ranks: int, architecture: Architecture) -> list[Span]:
@@ -186,6 +187,7 @@ def _fused_gate_and_up(length: int, ranks: int, architecture: Architecture) -> l
 
 
 REPLICATED = ShardingKind(None, _full_span)
+SCALAR = ShardingKind(None, _full_span, is_scalar=True)
 COLUMN = ShardingKind(0, _full_span)  # split by output features
 ROW = ShardingKind(1, _full_span)  # split by input features
 VOCAB = ShardingKind(0, _padded_vocabulary)
@@ -300,6 +302,8 @@ class MappingEntry(NamedTuple):
 
     def hf_shapes(self, shard: Sequence[int], spans: Iterable[Span]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the Hugging Face tensors in `spans` by name (of one expert, if stacked)."""
+        if self.kind.is_scalar:
+            return dict.fromkeys(self.hf, ())
         lengths = [0] * len(self.hf)
         for span in spans:
             if span.part is not None and span.length:

@@ -55,7 +55,7 @@ def sizes(name: str, about: Architecture) -> tuple[int, ...]:
         "in_proj": (mixed + values * (of.get("linear_value_head_dim", 0) + 2), hidden),
         "conv1d": (mixed, 1, of.get("linear_conv_kernel_dim")),
         "out_proj": (hidden, values * of.get("linear_value_head_dim", 0)),
-        "linear_fc1": (2 * inner, hidden),
+        "linear_fc1": ((2 if of["gated_linear_unit"] else 1) * inner, hidden),
         "linear_fc2": (hidden, inner),
         "router": (of.get("num_moe_experts"), hidden),
         "eh_proj": (hidden, 2 * hidden),
@@ -64,6 +64,8 @@ def sizes(name: str, about: Architecture) -> tuple[int, ...]:
         return (1, of["num_moe_experts"])
     if kind in ("softmax_offset", "A_log", "dt_bias", "gate_weight"):
         return {"softmax_offset": (heads,), "gate_weight": (1, hidden)}.get(kind, (values,))
+    if last == "activation_func":
+        return (1,)
     if name.endswith("self_attention.norm"):
         return (of["linear_value_head_dim"],)
     if shape is None:

@@ -127,7 +127,50 @@ GEMMA2 = {
     "sliding_window": 4096,
 }
 
+APERTUS_8B = {
+    "architectures": ["ApertusForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "xielu",
+    "hidden_dropout": 0.0,
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "max_position_embeddings": 65536,
+    "mlp_bias": False,
+    "model_type": "apertus",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "post_norm": False,
+    "qk_norm": True,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+        "type": "llama3",
+    },
+    "rope_theta": 12000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 131072,
+}
+
 MODELS = {
+    "Apertus-8B-Instruct-2509": Published("apertus", "8.05", APERTUS_8B),
+    "Apertus-70B-Instruct-2509": Published(
+        "apertus",
+        "70.6",
+        APERTUS_8B
+        | {
+            "hidden_size": 8192,
+            "intermediate_size": 43008,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 80,
+        },
+    ),
     "gemma-2b": Published("gemma", "2506172416", _gemma(2048, 16384, 18, 8, 1)),
     "gemma-7b": Published("gemma", "8537680896", _gemma(3072, 24576, 28, 16, 16)),
     "gemma-2-2b-it": Published("gemma2", "2614341888", _gemma(2304, 9216, 26, 8, 4, **GEMMA2)),
