@@ -15,11 +15,14 @@ from . import (
     gemma,
     gemma2,
     gemma3_text,
+    glm,
     glm4,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     granite,
+    granitemoe,
+    granitemoeshared,
     hunyuan_v1_dense,
     hunyuan_v1_moe,
     llama,
@@ -28,6 +31,7 @@ from . import (
     ministral3,
     mistral,
     mixtral,
+    nemotron,
     olmo2,
     olmo3,
     olmoe,
@@ -44,6 +48,7 @@ from . import (
     qwen3_vl_text,
     seed_oss,
     smollm3,
+    starcoder2,
 )
 from .sequence_classification import count_labels, make_classifier
 from .vlm_text import text_config
@@ -56,7 +61,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         gemma3_text, llama4_text, qwen2_5_vl_text, qwen3_vl_text, qwen3_vl_moe_text, seed_oss,
         smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
-        gemma, gemma2, apertus,
+        gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
     )
 )  # fmt: skip
 

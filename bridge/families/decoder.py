@@ -259,6 +259,12 @@ NORMS = [
     layer_mapping("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", REPLICATED),
 ]
 
+NORM_BIASES = [
+    ParamMapping("model.norm.bias", "decoder.final_layernorm.bias", REPLICATED),
+    layer_mapping("input_layernorm.bias", "input_layernorm.bias", REPLICATED),
+    layer_mapping("post_attention_layernorm.bias", "pre_mlp_layernorm.bias", REPLICATED),
+]
+
 ATTENTION = NORMS + PROJECTIONS
 
 POST_NORMS = [

@@ -48,7 +48,7 @@ def test_missing_keys_take_the_defaults_of_transformers(family):
         assert given["qk_head_dim"] == config.qk_nope_head_dim
         assert (given["q_lora_rank"], given["kv_lora_rank"]) == (config.q_lora_rank, config.kv_lora_rank)
     else:
-        assert given["num_query_groups"] == config.num_key_value_heads
+        assert given["num_query_groups"] == (config.num_key_value_heads or heads)  # Nemotron: None
         assert given["kv_channels"] == (getattr(config, "head_dim", None) or config.hidden_size // heads)
     wide = "intermediate_size_mlp" if family.name == "llama4_text" else "intermediate_size"
     if getattr(config, wide, None):
@@ -183,6 +183,12 @@ def test_which_layers_have_experts(step, dense):
         ("cohere", {"use_qk_norm": True}, "use_qk_norm True; this family is supported with False only"),
         ("cohere2", {"sliding_window": None, "layer_types": ["sliding_attention"] * 40}, "and no sliding_window"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True; this family is supp"),
+        (
+            "starcoder2",
+            {"norm_type": "rms_norm"},
+            "norm_type 'rms_norm'; this family is supported with 'layer_norm' on",
+        ),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act 'silu'; this family is supported with 'xielu' only"),
         ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm False; this family is supported with True only"),
         ("hunyuan_v1_moe", {"use_cla": True}, "use_cla True; this family is supported with False only"),
         ("hunyuan_v1_moe", {"num_experts": [8, 16]}, r"num_experts that differs between layers: \[8, 16\]"),

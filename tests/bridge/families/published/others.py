@@ -158,7 +158,115 @@ APERTUS_8B = {
     "vocab_size": 131072,
 }
 
+
+def _starcoder2(hidden, layers, heads, groups, **changes):
+    return {
+        "architectures": ["Starcoder2ForCausalLM"],
+        "attention_dropout": 0.1,
+        "embedding_dropout": 0.1,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 16384,
+        "mlp_type": "default",
+        "model_type": "starcoder2",
+        "norm_epsilon": 1e-05,
+        "norm_type": "layer_norm",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": groups,
+        "residual_dropout": 0.1,
+        "rope_theta": 1000000,
+        "sliding_window": 4096,
+        "torch_dtype": "bfloat16",
+        "use_bias": True,
+        "vocab_size": 49152,
+        **changes,
+    }
+
+
+def _granitemoe(hidden, layers, heads, experts):
+    return {
+        "architectures": ["GraniteMoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.1,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": 512,
+        "logits_scaling": 6.0,
+        "max_position_embeddings": 131072,
+        "model_type": "granitemoe",
+        "num_attention_heads": heads,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "num_local_experts": experts,
+        "output_router_logits": False,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1500000.0,
+        "router_aux_loss_coef": 0.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 49155,
+    }
+
+
+MINITRON_4B = {
+    "architectures": ["NemotronForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "relu2",
+    "hidden_size": 3072,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 4096,
+    "mlp_bias": False,
+    "model_type": "nemotron",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 256000,
+}
+GLM_4_9B_CHAT = {
+    "architectures": ["GlmForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 131072,
+    "model_type": "glm",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-07,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151552,
+}
+
 MODELS = {
+    "starcoder2-3b": Published("starcoder2", "3030371328", _starcoder2(3072, 30, 24, 2, rope_theta=999999.4420358813)),
+    "starcoder2-7b": Published("starcoder2", "7173923840", _starcoder2(4608, 32, 36, 4)),
+    "starcoder2-15b": Published(
+        "starcoder2", "15957889024", _starcoder2(6144, 40, 48, 4, rope_theta=100000, tie_word_embeddings=False)
+    ),
+    "granite-3.1-1b-a400m-instruct": Published("granitemoe", "1.33", _granitemoe(1024, 24, 16, 32)),
+    "granite-3.1-3b-a800m-instruct": Published("granitemoe", "3.30", _granitemoe(1536, 32, 24, 40)),
+    "Minitron-4B-Base": Published("nemotron", "4.19", MINITRON_4B),
+    "glm-4-9b-chat-hf": Published("glm", "9399951360", GLM_4_9B_CHAT),
     "Apertus-8B-Instruct-2509": Published("apertus", "8.05", APERTUS_8B),
     "Apertus-70B-Instruct-2509": Published(
         "apertus",
