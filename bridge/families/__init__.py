@@ -12,6 +12,7 @@ from . import (
     ernie4_5,
     ernie4_5_moe,
     exaone4,
+    exaone_moe,
     gemma,
     gemma2,
     gemma3_text,
@@ -25,6 +26,7 @@ from . import (
     granitemoeshared,
     hunyuan_v1_dense,
     hunyuan_v1_moe,
+    hy_v3,
     llama,
     llama4_text,
     minimax_m2,
@@ -62,6 +64,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
+        hy_v3, exaone_moe,
     )
 )  # fmt: skip
 

@@ -174,7 +174,7 @@ def test_which_layers_have_experts(step, dense):
         ("smollm3", {"layer_types": ["sliding_attention"] * 36}, "sliding_attention, and use_sliding_window false"),
         ("olmo3", {"rope_theta": 1e6}, "rope_theta 1000000.0, which transformers' Olmo3 gives"),
         ("olmo3", {"rope_parameters": {"rope_theta": 1e6}}, "one set of rope_parameters: set full_attention"),
-        ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace 3, which transformers' Glm4MoeLite ign"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace 3, which transformers' class ignores"),
         ("glm4_moe_lite", {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]}, "with dense layers first"),
         ("ministral3", {"rope_theta": 1e4}, "rope_theta 10000.0 and no rope_parameters: transformers' class then"),
         ("ministral3", {"rope_parameters": {"rope_theta": 1e6}}, "without llama_4_scaling_beta or original_max_pos"),
