@@ -67,8 +67,8 @@ A setting that cannot be expressed is an error that names it, since ignoring it 
 GENERAL = """
 For every family:
 
-- rope rules other than default, linear, llama3, yarn and longrope: dynamic scaling makes the rotation of a token depend
-  on how long the sequence became around it, which has no meaning for packed documents;
+- rope rules other than default, linear, llama3, yarn, longrope and proportional: dynamic scaling makes the rotation of
+  a token depend on how long the sequence became around it, which has no meaning for packed documents;
 - other quantizations (bitsandbytes, GPTQ, AWQ): they were made for inference, and differ from the trained weights;
 - pickled weights (`pytorch_model.bin`): a pickle runs code when it is read. Save the model again as safetensors;
 - architectures with code of their own (`trust_remote_code`);
@@ -77,7 +77,9 @@ For every family:
 
 
 # Keys without a default in some of transformers' config classes.
-WITHOUT_DEFAULTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+WITHOUT_DEFAULTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1} | {
+    "hidden_size_per_layer_input": 0  # Gemma 4: not supported
+}
 
 
 def page() -> str:

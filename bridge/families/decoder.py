@@ -90,8 +90,13 @@ def read_rope(
     settings = {key: value for key, value in settings.items() if not key.startswith("mrope_")}
     if any(isinstance(value, dict) for value in settings.values()):
         raise ValueError("config.json has rope_parameters for each type of layer: this family is supported with one")
+    is_proportional = "proportional" in (settings.get("rope_type"), settings.get("type"))
     base = settings.pop("rope_theta", None) or config.get("rope_theta") or base
-    fraction = settings.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if is_proportional:  # all planes are there, and some have the frequency 0
+        settings.setdefault("partial_rotary_factor", 1.0)
+        fraction = 1.0
+    else:
+        fraction = settings.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if not partial and fraction != 1.0:
         raise ValueError(f"config.json has partial_rotary_factor {fraction}: this family is supported with 1.0 only")
     dim, positions = int(head_dim * fraction), config["max_position_embeddings"]
@@ -105,16 +110,18 @@ def _read_scaling(settings: HfConfig, dim: int, original: int | None, max_positi
     kind = "longrope" if kind == "su" else kind
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3", "yarn", "longrope"):
+    if kind not in ("linear", "llama3", "yarn", "longrope", "proportional"):
         reason = ", whose frequencies change with the longest text seen so far" if kind == "dynamic" else ""
         raise ValueError(
-            f"config.json asks for rope scaling of type {kind!r}{reason}; supported are default, linear, llama3, yarn "
-            "and longrope. To train within the original length, remove rope_scaling (or rope_parameters' rope_type) "
-            "from config.json"
+            f"config.json asks for rope scaling of type {kind!r}{reason}; supported are default, linear, llama3, yarn, "
+            "longrope and proportional. To train within the original length, remove rope_scaling (or rope_parameters' "
+            "rope_type) from config.json"
         )
     scaling = {key: value for key, value in settings.items() if key != "type"} | {"rope_type": kind}
     if kind == "linear":
         return scaling
+    if kind == "proportional":
+        return {"factor": 1.0} | scaling
     original = scaling["original_max_position_embeddings"] = original or max_positions
     if kind == "llama3":
         return scaling

@@ -25,6 +25,8 @@ from .packed_seqs import AttentionSpan, Documents, Segments
 from .rope import apply_rotary
 from .sinks import masked_attention, varlen_attention
 
+MAX_FLASH_DIM = 256  # of a head: flash kernels support no wider ones
+
 
 class CoreAttention(MegatronModule):
     """softmax(q k' * scale) v within each document, with the arguments of megatron-core's `core_attention`.
@@ -51,6 +53,7 @@ class CoreAttention(MegatronModule):
         layers = architecture.layers
         layer = layers[layer_number - 1] if layer_number <= len(layers) else Layer()
         self.rope, self.span = layer.rope, AttentionSpan(layer.window, layer.chunk)
+        self.value_norm = architecture.value_norm
         self.l2_norm = architecture.qk_norm == "l2" and layer.rope is not None
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm and architecture.qk_norm == "rotated":
@@ -65,6 +68,8 @@ class CoreAttention(MegatronModule):
         self.score_cap = architecture.score_cap
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.kernel: str = config.attention_kernel  # type: ignore[attr-defined]
+        if (layer.head_dim or 0) > MAX_FLASH_DIM:
+            self.kernel = "sdpa"
         self.inner = self.packed_attention = self.softmax_offset = None
         if architecture.sinks:
             # Attention sinks: a logit per head, of a key that every query attends to and that has no value.
@@ -126,6 +131,8 @@ class CoreAttention(MegatronModule):
             growth = self.query_growth
             scales = ((documents.positions + growth.first) // growth.step).float().log1p() * growth.rate + 1
             query = (query * scales[..., None, None]).to(query.dtype)
+        if self.value_norm:
+            value = F.rms_norm(value, value.shape[-1:], eps=self.config.layernorm_epsilon)
         segments = documents.segments[self.span]
         if self.inner is not None and self._is_supported_by_engine(segments):
             if packed:

@@ -1,5 +1,6 @@
 """megatron-core's self-attention with the fused kernels of kernels/qkv.py, which split, normalize and rotate heads."""
 
+from copy import copy
 from typing import Any, cast
 
 from megatron.core.transformer.attention import SelfAttention
@@ -9,7 +10,7 @@ from megatron.core.typed_torch import apply_module
 from torch import Tensor
 from torch.nn import Module
 
-from ..mapping.param_mapping import Architecture
+from ..mapping.param_mapping import Architecture, Layer
 from .packed_seqs import Documents
 
 
@@ -28,7 +29,45 @@ def supports_fused_heads(config: TransformerConfig) -> bool:
     )
 
 
-class FusedSelfAttention(SelfAttention):
+def heads_config(config: TransformerConfig, layer: Layer) -> TransformerConfig:
+    """Return the config with the layer's size and number of heads, or `config` itself if it has none of its own."""
+    if layer.head_dim is None and layer.groups is None:
+        return config
+    config = copy(config)
+    config.kv_channels = layer.head_dim or config.kv_channels
+    config.num_query_groups = layer.groups or config.num_query_groups
+    return config
+
+
+class LayerSelfAttention(SelfAttention):
+    """Self-attention whose heads can differ from those of other layers, and whose values can be its keys."""
+
+    def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, *args, **kwargs):
+        layers = config.architecture.layers  # type: ignore[attr-defined]
+        layer: Layer = layers[layer_number - 1] if layer_number <= len(layers) else Layer()
+        config = heads_config(config, layer)
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        self.has_values = layer.has_values
+        if not layer.has_values and self.world_size > (config.num_query_groups or 0):
+            raise ValueError(
+                f"--tensor_model_parallel_size {self.world_size}: layers whose values are their keys have "
+                f"{config.num_query_groups} key heads. Set at most {config.num_query_groups}"
+            )
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args, **kwargs) -> Any:
+        """Return query, key and value, [sequence, batch, heads, dim]; the arguments are megatron-core's."""
+        if self.has_values:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        mixed, _ = apply_module(self.linear_qkv)(hidden_states)
+        mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
+        query, value = mixed[..., :-1, :].flatten(-3, -2), mixed[..., -1, :]
+        key = value
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = apply_module(self.q_layernorm)(query), apply_module(self.k_layernorm)(key)
+        return query, key, value
+
+
+class FusedSelfAttention(LayerSelfAttention):
     """Self-attention with fused heads and megatron-core's parameter names."""
 
     def __init__(self, *args, **kwargs):

@@ -19,6 +19,7 @@ from tests import tiny
 
 # What a family asks for by name, where transformers' config has no default, or one that makes no model.
 ASKED = {
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
 }
@@ -32,6 +33,7 @@ def test_missing_keys_take_the_defaults_of_transformers(family):
     asked = ASKED.get(family.name, {})
     about = family.describe({"architectures": list(family.architectures[:1]), **asked})
     config = CONFIG_MAPPING[family.name](**asked)
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4: heads differ between layers
     given = about.transformer
     assert given["num_layers"] == len(about.layers) == config.num_hidden_layers
     assert given["hidden_size"] == config.hidden_size
@@ -58,6 +60,8 @@ def test_missing_keys_take_the_defaults_of_transformers(family):
     assert [rope.base for rope in about.ropes] == [rope["rope_theta"] for rope in named]
     if not given.get("multi_latent_attention"):
         turning = [given["kv_channels"] * rope.get("partial_rotary_factor", 1.0) for rope in named]
+        if family.name == "gemma4_text":  # wide heads, whose planes are all there: some do not turn
+            turning[0] = config.per_layer_config["full_attention"].head_dim
         assert [rope.dim for rope in about.ropes] == turning
     kinds = getattr(config, "layer_types", None)
     if kinds and "sliding_attention" in kinds:
@@ -189,6 +193,12 @@ def test_which_layers_have_experts(step, dense):
             "norm_type 'rms_norm'; this family is supported with 'layer_norm' on",
         ),
         ("apertus", {"hidden_act": "silu"}, "hidden_act 'silu'; this family is supported with 'xielu' only"),
+        ("gemma4_text", {}, "hidden_size_per_layer_input 256; this family is supported with 0 only"),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 0, "enable_moe_block": True},
+            "enable_moe_block True; this family is supported with False only",
+        ),
         ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm False; this family is supported with True only"),
         ("hunyuan_v1_moe", {"use_cla": True}, "use_cla True; this family is supported with False only"),
         ("hunyuan_v1_moe", {"num_experts": [8, 16]}, r"num_experts that differs between layers: \[8, 16\]"),

@@ -315,7 +315,44 @@ K_EXAONE = {
     "vocab_size": 153600,
 }
 
+GEMMA4_31B = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_bias": False,
+        "attention_k_eq_v": True,
+        "enable_moe_block": False,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 21504,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "num_kv_shared_layers": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": "vision",
+        "vocab_size": 262144,
+    },
+    "tie_word_embeddings": True,
+}
+GEMMA4_TOWERS = ("model.vision_tower.std_bias", "model.embed_vision.embedding_projection.weight")
+
 MODELS = {
+    "gemma-4-31B-it": Published("gemma4_text", "30.7", GEMMA4_31B, GEMMA4_TOWERS),
     "K-EXAONE-236B-A23B": Published("exaone_moe", "236571156352", K_EXAONE),
     "Hy3": Published("hy_v3", "295", HY3, ("model.layers.80.eh_proj.weight", "model.layers.80.mlp.expert_bias")),
     "starcoder2-3b": Published("starcoder2", "3030371328", _starcoder2(3072, 30, 24, 2, rope_theta=999999.4420358813)),

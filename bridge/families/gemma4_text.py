@@ -1,0 +1,140 @@
+"""Gemma 4 text, dense: heads of another size in layers with full attention, where values can be the keys.
+
+Norms are as in Gemma 3, with weights around 1. Values are divided by their root mean square, a number of the checkpoint
+scales each layer's output, and logits are capped. Checkpoints are Gemma4ForConditionalGeneration: only the text model
+is trained.
+"""
+
+import math
+from dataclasses import replace
+
+from ..mapping.param_mapping import QKV, REPLICATED, Architecture, Family, HfConfig, Layer, ParamMapping, qkv_of_groups
+from .decoder import (
+    DEFAULTS,
+    ENDS,
+    PROJECTIONS,
+    QK_NORMS,
+    check_supported,
+    describe_decoder,
+    layer_mapping,
+    mlp,
+    read_rope,
+    sliding_layers,
+)
+from .gemma2 import FOUR_NORMS
+from .vlm_text import add_language_model_prefix, text_config
+
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+# With a reason for each: E2B and E4B have the first two, 26B-A4B the third.
+SUPPORTED = {
+    "hidden_size_per_layer_input": (0,),
+    "num_kv_shared_layers": (0,),
+    "enable_moe_block": (False,),
+    "attention_bias": (False,),
+    "use_bidirectional_attention": ("vision",),  # of images, which are not trained on
+}
+
+
+def architecture(config: HfConfig) -> Architecture:
+    check_supported(config, SUPPORTED)
+    layers, ropes = full_layers(config), config.get("rope_parameters") or ROPES
+    full_dim = next((layer.head_dim for layer in layers if layer.head_dim), None) or config["head_dim"]
+    dims = (("full_attention", full_dim), ("sliding_attention", config["head_dim"]))
+    return describe_decoder(
+        config | {"hidden_act": config["hidden_activation"]},
+        {"qk_layernorm": True, "softmax_scale": 1.0},
+        ropes=tuple(read_rope(config | {"rope_parameters": ropes[kind]}, dim) for kind, dim in dims),
+        layers=layers,
+        embedding_scale=math.sqrt(config["hidden_size"]),
+        logits_cap=config.get("final_logit_softcapping"),
+        layer_scalar=True,
+        value_norm=True,
+        post_norms=True,
+        passthrough=r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.",
+    )
+
+
+def full_layers(config: HfConfig) -> tuple[Layer, ...]:
+    """Describe the layers: windows, or full attention with heads of another size and number."""
+    numbers = range(config["num_hidden_layers"])
+    types = list(
+        config.get("layer_types") or ["full_attention" if (n + 1) % 6 == 0 else "sliding_attention" for n in numbers]
+    )
+    types[-1] = "full_attention"  # as transformers has it
+    shares_keys = config["attention_k_eq_v"]
+    groups = config["num_global_key_value_heads"] if shares_keys else None
+    by_layer = config.get("per_layer_config")  # transformers writes it in place of the keys for all such layers
+    layers = []
+    for number, layer in zip(numbers, sliding_layers(config | {"layer_types": types}, []), strict=True):
+        if layer.window:
+            layers.append(replace(layer, rope=1))
+            continue
+        own = {"head_dim": config["global_head_dim"], "num_key_value_heads": groups}
+        if by_layer is not None:
+            own = by_layer.get(str(number)) or by_layer.get(number) or {}
+        layers.append(
+            replace(
+                layer,
+                head_dim=own.get("head_dim"),
+                groups=own.get("num_key_value_heads"),
+                has_values=not shares_keys,
+            )
+        )
+    return tuple(layers)
+
+
+def mappings(config: HfConfig) -> list[ParamMapping]:
+    layers = full_layers(config)
+    matrices = {}
+    for number, layer in enumerate(layers):
+        matrices.setdefault((layer.groups, layer.has_values), []).append(number)
+    qkv, output = PROJECTIONS
+    projections = []
+    for (groups, has_values), numbers in matrices.items():
+        groups = groups or config["num_key_value_heads"]
+        kind = (
+            QKV
+            if has_values and groups == config["num_key_value_heads"]
+            else qkv_of_groups(groups, has_values=has_values)
+        )
+        projections.append(replace(qkv, kind=kind, layers=tuple(numbers)))
+    scalar = layer_mapping("layer_scalar", "layer_scalar", REPLICATED)
+    return [*ENDS, *FOUR_NORMS, *projections, output, *QK_NORMS, *mlp(), scalar]
+
+
+FAMILY = Family(
+    name="gemma4_text",
+    architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    models="Gemma 4 31B, text",
+    architecture=architecture,
+    mappings=mappings,
+    text_config=text_config,
+    vlm_names=(add_language_model_prefix,),
+    limits=(
+        "hidden_size_per_layer_input and num_kv_shared_layers (E2B, E4B)",
+        "enable_moe_block (26B-A4B)",
+        "attention_bias",
+        "images and audio: the towers pass through unchanged",
+    ),
+    defaults=DEFAULTS
+    | {
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 256,
+        "sliding_window": 512,
+    },
+)
