@@ -8,7 +8,7 @@ is trained.
 import math
 from dataclasses import replace
 
-from ..mapping.param_mapping import QKV, REPLICATED, Architecture, Family, HfConfig, Layer, ParamMapping, qkv_of_groups
+from ..mapping.param_mapping import REPLICATED, Architecture, Family, HfConfig, Layer, ParamMapping, qkv_of_groups
 from .decoder import (
     DEFAULTS,
     ENDS,
@@ -28,7 +28,8 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
-# With a reason for each: E2B and E4B have the first two, 26B-A4B the third.
+HEAD_KEYS = {"head_dim", "num_key_value_heads"}
+# E2B and E4B have the first two, 26B-A4B has the third.
 SUPPORTED = {
     "hidden_size_per_layer_input": (0,),
     "num_kv_shared_layers": (0,),
@@ -40,13 +41,15 @@ SUPPORTED = {
 
 def architecture(config: HfConfig) -> Architecture:
     check_supported(config, SUPPORTED)
-    layers, ropes = full_layers(config), config.get("rope_parameters") or ROPES
-    full_dim = next((layer.head_dim for layer in layers if layer.head_dim), None) or config["head_dim"]
-    dims = (("full_attention", full_dim), ("sliding_attention", config["head_dim"]))
+    layers, ropes = list_layers(config), config.get("rope_parameters") or ROPES
+    if ropes.keys() != ROPES.keys():
+        raise ValueError("config.json has rope_parameters that are not those of full_attention and sliding_attention")
+    full_dim = next((layer.head_dim for layer in layers if layer.head_dim), config["head_dim"])
+    dims = {"full_attention": full_dim, "sliding_attention": config["head_dim"]}
     return describe_decoder(
         config | {"hidden_act": config["hidden_activation"]},
         {"qk_layernorm": True, "softmax_scale": 1.0},
-        ropes=tuple(read_rope(config | {"rope_parameters": ropes[kind]}, dim) for kind, dim in dims),
+        ropes=tuple(read_rope(config | {"rope_parameters": ropes[kind]}, dim) for kind, dim in dims.items()),
         layers=layers,
         embedding_scale=math.sqrt(config["hidden_size"]),
         logits_cap=config.get("final_logit_softcapping"),
@@ -57,52 +60,46 @@ def architecture(config: HfConfig) -> Architecture:
     )
 
 
-def full_layers(config: HfConfig) -> tuple[Layer, ...]:
-    """Describe the layers: windows, or full attention with heads of another size and number."""
-    numbers = range(config["num_hidden_layers"])
-    types = list(
-        config.get("layer_types") or ["full_attention" if (n + 1) % 6 == 0 else "sliding_attention" for n in numbers]
-    )
-    types[-1] = "full_attention"  # as transformers has it
-    shares_keys = config["attention_k_eq_v"]
-    groups = config["num_global_key_value_heads"] if shares_keys else None
-    by_layer = config.get("per_layer_config")  # transformers writes it in place of the keys for all such layers
-    layers = []
-    for number, layer in zip(numbers, sliding_layers(config | {"layer_types": types}, []), strict=True):
-        if layer.window:
-            layers.append(replace(layer, rope=1))
-            continue
-        own = {"head_dim": config["global_head_dim"], "num_key_value_heads": groups}
-        if by_layer is not None:
-            own = by_layer.get(str(number)) or by_layer.get(number) or {}
-        layers.append(
-            replace(
-                layer,
-                head_dim=own.get("head_dim"),
-                groups=own.get("num_key_value_heads"),
-                has_values=not shares_keys,
-            )
+def list_layers(config: HfConfig) -> tuple[Layer, ...]:
+    """Describe the layers: windows, or full attention with heads of another size and number.
+
+    Raises ValueError if full layers differ from each other, or windows have heads of their own.
+    """
+    types = [
+        "full_attention" if (number + 1) % 6 == 0 else "sliding_attention"
+        for number in range(config["num_hidden_layers"])
+    ]
+    types = [*(config.get("layer_types") or types)[:-1], "full_attention"]  # as transformers has it
+    layers = sliding_layers(config | {"layer_types": types}, [])
+    full = replace(layers[-1], **_full_heads(config, types), has_values=not config["attention_k_eq_v"])
+    return tuple(replace(layer, rope=1) if layer.window else full for layer in layers)
+
+
+def _full_heads(config: HfConfig, types: list[str]) -> dict[str, int | None]:
+    """Return `head_dim` and `groups` of the layers with full attention."""
+    groups = config["num_global_key_value_heads"] if config["attention_k_eq_v"] else None
+    by_layer = config.get("per_layer_config")  # transformers writes it in place of keys for all such layers
+    if by_layer is None:
+        return {"head_dim": config["global_head_dim"], "groups": groups}
+    full = {number for number, kind in enumerate(types) if kind == "full_attention"}
+    first, *others = by_layer.values()
+    if set(map(int, by_layer)) != full or any(heads != first for heads in others) or first.keys() - HEAD_KEYS:
+        raise ValueError(
+            f"config.json has per_layer_config {by_layer}: set {' and '.join(sorted(HEAD_KEYS))}, the same for each "
+            "layer with full_attention"
         )
-    return tuple(layers)
+    return {"head_dim": first.get("head_dim"), "groups": first.get("num_key_value_heads")}
 
 
 def mappings(config: HfConfig) -> list[ParamMapping]:
-    layers = full_layers(config)
-    matrices = {}
-    for number, layer in enumerate(layers):
-        matrices.setdefault((layer.groups, layer.has_values), []).append(number)
+    layers = list_layers(config)
+    windows = tuple(number for number, layer in enumerate(layers) if layer.window)
+    full = tuple(number for number, layer in enumerate(layers) if not layer.window)
     qkv, output = PROJECTIONS
-    projections = []
-    for (groups, has_values), numbers in matrices.items():
-        groups = groups or config["num_key_value_heads"]
-        kind = (
-            QKV
-            if has_values and groups == config["num_key_value_heads"]
-            else qkv_of_groups(groups, has_values=has_values)
-        )
-        projections.append(replace(qkv, kind=kind, layers=tuple(numbers)))
+    kind = qkv_of_groups(layers[-1].groups or config["num_key_value_heads"], has_values=layers[-1].has_values)
+    projections = [replace(qkv, layers=windows), replace(qkv, kind=kind, layers=full), output]
     scalar = layer_mapping("layer_scalar", "layer_scalar", REPLICATED)
-    return [*ENDS, *FOUR_NORMS, *projections, output, *QK_NORMS, *mlp(), scalar]
+    return [*ENDS, *FOUR_NORMS, *projections, *QK_NORMS, *mlp(), scalar]
 
 
 FAMILY = Family(

@@ -23,6 +23,6 @@ MEANS = {r"act_fn\.beta": 0.5, r"act_fn\.eps": -1.0}
 TINY = {
     "": Tiny(config, (*DENSE, *RECOMPUTE), means=MEANS, faults=FAULTS),
     "biases": Tiny(
-        partial(config, attention_bias=True, tie_word_embeddings=True), layouts=("TP2 SP",), means=MEANS, faults=FAULTS
+        partial(config, attention_bias=True, tie_word_embeddings=True), layouts=(), means=MEANS, faults=FAULTS
     ),
 }

@@ -34,5 +34,5 @@ FAULTS = {"one after another": one_after_another(), "norms without means": uncen
 BIASES = {"attention_bias": True, "tie_word_embeddings": False}
 TINY = {
     "": Tiny(config, (*DENSE, *RECOMPUTE), faults=FAULTS),
-    "biases": Tiny(partial(config, **BIASES), layouts=("TP2 SP",), faults=FAULTS),
+    "biases": Tiny(partial(config, **BIASES), layouts=(), faults=FAULTS),
 }

@@ -34,5 +34,5 @@ FAULTS = {"rope in every layer": rope_everywhere()}
 ODD = {"first_k_dense_replace": 3, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
 TINY = {
     "": Tiny(config, MOE, fp32=FP32, extra=predicting, faults=FAULTS),
-    "odd layers": Tiny(partial(config, **ODD), ("PP2",), fp32=FP32, faults=FAULTS),
+    "odd layers": Tiny(partial(config, **ODD), (), fp32=FP32, faults=FAULTS),
 }

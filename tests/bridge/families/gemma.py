@@ -16,5 +16,5 @@ def config(**changes):
 BIASES = {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4}
 TINY = {
     "": Tiny(config, means=MEANS),
-    "biases": Tiny(partial(config, **BIASES), layouts=("TP2 SP",), means=MEANS),
+    "biases": Tiny(partial(config, **BIASES), layouts=(), means=MEANS),
 }

@@ -14,5 +14,5 @@ def config(**changes):
 
 TINY = {
     "": Tiny(config),
-    "no biases": Tiny(partial(config, attention_bias=False, tie_word_embeddings=True), layouts=("TP2 SP",)),
+    "no biases": Tiny(partial(config, attention_bias=False, tie_word_embeddings=True), layouts=()),
 }

@@ -23,5 +23,5 @@ def config(**changes):
 FAULTS = {"experts out of place": rolled("input_linear")}
 TINY = {
     "": Tiny(config, MOE, faults=FAULTS),
-    "biases": Tiny(partial(config, attention_bias=True, tie_word_embeddings=True), ("TP2 SP EP2",), faults=FAULTS),
+    "biases": Tiny(partial(config, attention_bias=True, tie_word_embeddings=True), (), faults=FAULTS),
 }

@@ -34,5 +34,5 @@ MEANS = {r"(query|key)_layernorm\.weight$": 1.0}
 PLAIN = {"rope_parameters": ROPE, "attention_bias": True, "tie_word_embeddings": True}
 TINY = {
     "": Tiny(config, means=MEANS, faults=FAULTS),
-    "plain rope": Tiny(partial(config, **PLAIN), layouts=("TP2 SP",), means=MEANS),
+    "plain rope": Tiny(partial(config, **PLAIN), layouts=(), means=MEANS),
 }

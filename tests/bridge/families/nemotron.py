@@ -24,5 +24,5 @@ BIASES = {
 }
 TINY = {
     "": Tiny(config, means=MEANS, faults=FAULTS),
-    "biases": Tiny(partial(config, **BIASES), layouts=("TP2 SP",), means=MEANS, faults=FAULTS),
+    "biases": Tiny(partial(config, **BIASES), layouts=(), means=MEANS, faults=FAULTS),
 }

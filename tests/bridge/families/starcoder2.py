@@ -20,5 +20,5 @@ FAULTS = {
 PLAIN = {"use_bias": False, "sliding_window": None, "tie_word_embeddings": False}
 TINY = {
     "": Tiny(config, faults=FAULTS),
-    "no biases": Tiny(partial(config, **PLAIN), layouts=("TP2 SP",)),
+    "no biases": Tiny(partial(config, **PLAIN), layouts=()),
 }

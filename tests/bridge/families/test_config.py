@@ -196,6 +196,11 @@ def test_which_layers_have_experts(step, dense):
         ("gemma4_text", {}, "hidden_size_per_layer_input 256; this family is supported with 0 only"),
         (
             "gemma4_text",
+            {"hidden_size_per_layer_input": 0, "per_layer_config": {"3": {"head_dim": 16}}},
+            "head_dim and num_key_value_heads, the same for each layer with full_attention",
+        ),
+        (
+            "gemma4_text",
             {"hidden_size_per_layer_input": 0, "enable_moe_block": True},
             "enable_moe_block True; this family is supported with False only",
         ),
