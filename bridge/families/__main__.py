@@ -76,9 +76,12 @@ For every family:
 """
 
 
-# Keys without a default in some of transformers' config classes.
-WITHOUT_DEFAULTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1} | {
-    "hidden_size_per_layer_input": 0  # Gemma 4: not supported
+# Keys without a default in some of transformers' config classes, or with one that is not supported.
+DEFAULTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "hidden_size_per_layer_input": 0,
 }
 
 
@@ -90,7 +93,7 @@ def page() -> str:
 
 
 def _line(family: Family) -> str:
-    architecture = family.describe({"architectures": list(family.architectures)} | WITHOUT_DEFAULTS)
+    architecture = family.describe({"architectures": list(family.architectures)} | DEFAULTS)
     arguments, layers = architecture.transformer, architecture.layers
     attention = [layer for layer in layers if layer.mixer == "attention"]
     is_latent, has_experts = arguments.get("multi_latent_attention"), "num_moe_experts" in arguments
@@ -103,7 +106,8 @@ def _line(family: Family) -> str:
         "chunks": any(layer.chunk for layer in attention),
         "layers without positions": any(layer.rope is None for layer in attention),
         "sinks": architecture.sinks,
-        "capped scores and logits": architecture.score_cap and architecture.logits_cap,
+        "capped scores": architecture.score_cap,
+        "capped logits": architecture.logits_cap,
         "norms after each part": architecture.post_norms and architecture.pre_norms,
         "norms only after each part": architecture.post_norms and not architecture.pre_norms,
         "attention and MLP in parallel": architecture.parallel_block,

@@ -114,6 +114,7 @@ FAMILY = Family(
         "hidden_size_per_layer_input and num_kv_shared_layers (E2B, E4B)",
         "enable_moe_block (26B-A4B)",
         "attention_bias",
+        "TP above num_global_key_value_heads with attention_k_eq_v",
         "images and audio: the towers pass through unchanged",
     ),
     defaults=DEFAULTS
