@@ -17,6 +17,7 @@ from . import (
     gemma2,
     gemma3_text,
     gemma4_text,
+    gemma4_unified_text,
     glm,
     glm4,
     glm4_moe,
@@ -65,7 +66,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
-        hy_v3, exaone_moe, gemma4_text,
+        hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
     )
 )  # fmt: skip
 

@@ -56,7 +56,7 @@ def architecture(config: HfConfig) -> Architecture:
         layer_scalar=True,
         value_norm=True,
         post_norms=True,
-        passthrough=r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.",
+        passthrough=r"(model\.)?(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\.",
     )
 
 
@@ -114,7 +114,6 @@ FAMILY = Family(
         "hidden_size_per_layer_input and num_kv_shared_layers (E2B, E4B)",
         "enable_moe_block (26B-A4B)",
         "attention_bias",
-        "TP above num_global_key_value_heads with attention_k_eq_v",
         "images and audio: the towers pass through unchanged",
     ),
     defaults=DEFAULTS

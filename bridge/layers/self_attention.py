@@ -3,6 +3,7 @@
 from copy import copy
 from typing import Any, cast
 
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,19 +49,21 @@ class LayerSelfAttention(SelfAttention):
         config = heads_config(config, layer)
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self.has_values = layer.has_values
-        if not layer.has_values and self.world_size > (config.num_query_groups or 0):
-            raise ValueError(
-                f"--tensor_model_parallel_size {self.world_size}: layers whose values are their keys have "
-                f"{config.num_query_groups} key heads. Set at most {config.num_query_groups}"
-            )
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args, **kwargs) -> Any:
         """Return query, key and value, [sequence, batch, heads, dim]; the arguments are megatron-core's."""
         if self.has_values:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         mixed, _ = apply_module(self.linear_qkv)(hidden_states)
+        # As in megatron-core: with fewer groups than ranks, adjacent ranks share one, and have a part of its queries.
+        sharers, rank = max(1, self.world_size // (self.config.num_query_groups or 1)), self.pg_collection.tp.rank()
+        if sharers > 1:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.pg_collection.tp)
+            mixed = mixed.chunk(self.world_size // sharers, dim=-1)[rank // sharers]
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
         query, value = mixed[..., :-1, :].flatten(-3, -2), mixed[..., -1, :]
+        if sharers > 1:
+            query = query.chunk(sharers, dim=-2)[rank % sharers]
         key = value
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = apply_module(self.q_layernorm)(query), apply_module(self.k_layernorm)(key)

@@ -111,7 +111,7 @@ def masked_attention(
     sinks: Tensor | None,
     scale: float | None,
     dropout: float,
-    cap: float | None,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute attention with sinks or capped scores, with all scores in memory.
 

@@ -15,22 +15,23 @@ ROPES = {
 }
 
 
+SETTINGS = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 2.5,
+    "sliding_window": 13,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": ROPES,
+}
+
+
 def config(**changes):
     from transformers import Gemma4TextConfig
 
-    settings = {
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "global_head_dim": 24,
-        "num_global_key_value_heads": 2,
-        "attention_k_eq_v": True,
-        "final_logit_softcapping": 2.5,
-        "hidden_size_per_layer_input": 0,
-        "sliding_window": 13,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-        "rope_parameters": ROPES,
-    }
-    return Gemma4TextConfig(**SHARED | settings | changes)
+    return Gemma4TextConfig(**SHARED | SETTINGS | {"hidden_size_per_layer_input": 0} | changes)
 
 
 def published(text):

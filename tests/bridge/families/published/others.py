@@ -349,9 +349,28 @@ GEMMA4_31B = {
     },
     "tie_word_embeddings": True,
 }
+GEMMA4_12B = {
+    "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+    "model_type": "gemma4_unified",
+    "text_config": GEMMA4_31B["text_config"]
+    | {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
+        "model_type": "gemma4_unified_text",
+        "num_attention_heads": 16,
+        "num_global_key_value_heads": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+    },
+    "tie_word_embeddings": True,
+}
 GEMMA4_TOWERS = ("model.vision_tower.std_bias", "model.embed_vision.embedding_projection.weight")
 
 MODELS = {
+    "gemma-4-12B-it": Published(
+        "gemma4_unified_text", "11907350320", GEMMA4_12B, ("model.vision_embedder.patch_ln1.weight",)
+    ),
     "gemma-4-31B-it": Published("gemma4_text", "30.7", GEMMA4_31B, GEMMA4_TOWERS),
     "K-EXAONE-236B-A23B": Published("exaone_moe", "236571156352", K_EXAONE),
     "Hy3": Published("hy_v3", "295", HY3, ("model.layers.80.eh_proj.weight", "model.layers.80.mlp.expert_bias")),
