@@ -85,6 +85,9 @@ def _blocks(
 
     span: along `dim` of a Hugging Face tensor of `shape`. A span of the full dimension is read along the first one.
     """
+    if not shape:  # a scalar, which megatron-core's tensor has as its one element
+        yield target, 0, 0, 1, 1
+        return
     if (span.start, span.stop, span.step) == (0, shape[dim], 1):
         dim, span = 0, Span(span.part, 0, shape[0])
     rows = target.shape[0]

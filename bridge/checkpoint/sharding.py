@@ -32,6 +32,7 @@ from ..mapping.param_mapping import (
     MappingEntry,
     ParamKey,
     ParamTable,
+    ShardingKind,
     clip_spans,
 )
 from ..model.chunk_mapping import describe_chunks, map_chunks
@@ -99,11 +100,12 @@ class Naming:
 
 def name_tensors(entries: ParamTable, stored: Mapping[str, object] | None = None) -> Naming:
     """Name tensors as megatron-core with Transformer Engine does, or as its local layers if `stored` has those."""
-    siblings: dict[tuple[str, int | None], set[str]] = defaultdict(set)
-    for key in entries:
+    siblings: dict[tuple[str, int | None], dict[str, ShardingKind]] = defaultdict(dict)
+    for key, entry in entries.items():
         prefix, suffix = _split_layer_prefix(key.name)
-        siblings[prefix, key.layer].add(suffix)
-    are_alike = len({frozenset(suffixes) for (prefix, _), suffixes in siblings.items() if prefix == LAYERS}) == 1
+        siblings[prefix, key.layer][suffix] = entry.kind
+    layers = {frozenset(kinds.items()) for (prefix, _), kinds in siblings.items() if prefix == LAYERS}
+    are_alike = len(layers) == 1
     stacked = are_alike if stored is None else not any(name.startswith("decoder.layers.0.") for name in stored)
     names = {}
     for key in entries:
@@ -133,7 +135,7 @@ def _split_layer_prefix(name: str) -> tuple[str, str]:
     return (match[0], name[match.end() :]) if match else ("", name)
 
 
-def _candidate_names(suffix: str, siblings: set[str]) -> list[str]:
+def _candidate_names(suffix: str, siblings: Iterable[str]) -> list[str]:
     """Return the possible names: Transformer Engine's first, then that of megatron-core's local layers."""
     if suffix.startswith("mlp.experts."):
         return [suffix.replace("mlp.experts.", "mlp.experts.experts.")]

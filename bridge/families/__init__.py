@@ -2,25 +2,40 @@
 
 from ..mapping.param_mapping import Family, HfConfig
 from . import (
+    apertus,
     arcee,
+    cohere,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
     dots1,
     ernie4_5,
     ernie4_5_moe,
     exaone4,
+    exaone_moe,
+    gemma,
+    gemma2,
     gemma3_text,
+    gemma4_text,
+    gemma4_unified_text,
+    glm,
     glm4,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     granite,
+    granitemoe,
+    granitemoeshared,
+    hunyuan_v1_dense,
+    hunyuan_v1_moe,
+    hy_v3,
     llama,
     llama4_text,
     minimax_m2,
     ministral3,
     mistral,
     mixtral,
+    nemotron,
     olmo2,
     olmo3,
     olmoe,
@@ -37,6 +52,7 @@ from . import (
     qwen3_vl_text,
     seed_oss,
     smollm3,
+    starcoder2,
 )
 from .sequence_classification import count_labels, make_classifier
 from .vlm_text import text_config
@@ -48,7 +64,9 @@ FAMILIES: tuple[Family, ...] = tuple(
         qwen3_5_moe_text, mixtral, olmoe, ernie4_5_moe, minimax_m2, gpt_oss, mistral, phi3, granite, glm4, ernie4_5,
         gemma3_text, llama4_text, qwen2_5_vl_text, qwen3_vl_text, qwen3_vl_moe_text, seed_oss,
         smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
-        ministral3,
+        ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
+        gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
+        hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
     )
 )  # fmt: skip
 

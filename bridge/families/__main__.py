@@ -32,7 +32,8 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
 - query heads and dense widths divide by TP, experts by EP, an expert's width by ETP; key heads may be fewer than TP;
 - the key heads of gated delta nets divide by TP x CP; on GPUs their kernels are those of flash-linear-attention
   (`pip install flash-linear-attention`), and a run without it says so in a warning;
-- experts under TP train with sequence parallelism only (megatron-core's rule).
+- experts under TP train with sequence parallelism only (megatron-core's rule);
+- layers with attention and MLP in parallel keep the output of their norm under `--recompute_modules layernorm`.
 
 ## Sequence classification
 
@@ -66,8 +67,8 @@ A setting that cannot be expressed is an error that names it, since ignoring it 
 GENERAL = """
 For every family:
 
-- rope rules other than default, linear, llama3, yarn and longrope: dynamic scaling makes the rotation of a token depend
-  on how long the sequence became around it, which has no meaning for packed documents;
+- rope rules other than default, linear, llama3, yarn, longrope and proportional: dynamic scaling makes the rotation of
+  a token depend on how long the sequence became around it, which has no meaning for packed documents;
 - other quantizations (bitsandbytes, GPTQ, AWQ): they were made for inference, and differ from the trained weights;
 - pickled weights (`pytorch_model.bin`): a pickle runs code when it is read. Save the model again as safetensors;
 - architectures with code of their own (`trust_remote_code`);
@@ -75,8 +76,13 @@ For every family:
 """
 
 
-# Keys without a default in some of transformers' config classes.
-WITHOUT_DEFAULTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+# Keys without a default in some of transformers' config classes, or with one that is not supported.
+DEFAULTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "hidden_size_per_layer_input": 0,
+}
 
 
 def page() -> str:
@@ -87,7 +93,7 @@ def page() -> str:
 
 
 def _line(family: Family) -> str:
-    architecture = family.describe({"architectures": list(family.architectures)} | WITHOUT_DEFAULTS)
+    architecture = family.describe({"architectures": list(family.architectures)} | DEFAULTS)
     arguments, layers = architecture.transformer, architecture.layers
     attention = [layer for layer in layers if layer.mixer == "attention"]
     is_latent, has_experts = arguments.get("multi_latent_attention"), "num_moe_experts" in arguments
@@ -100,8 +106,11 @@ def _line(family: Family) -> str:
         "chunks": any(layer.chunk for layer in attention),
         "layers without positions": any(layer.rope is None for layer in attention),
         "sinks": architecture.sinks,
+        "capped scores": architecture.score_cap,
+        "capped logits": architecture.logits_cap,
         "norms after each part": architecture.post_norms and architecture.pre_norms,
         "norms only after each part": architecture.post_norms and not architecture.pre_norms,
+        "attention and MLP in parallel": architecture.parallel_block,
         "multipliers": scales != {1.0},
         "experts": has_experts,
         "a shared expert": arguments.get("moe_shared_expert_intermediate_size"),

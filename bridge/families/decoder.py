@@ -90,8 +90,13 @@ def read_rope(
     settings = {key: value for key, value in settings.items() if not key.startswith("mrope_")}
     if any(isinstance(value, dict) for value in settings.values()):
         raise ValueError("config.json has rope_parameters for each type of layer: this family is supported with one")
+    is_proportional = "proportional" in (settings.get("rope_type"), settings.get("type"))
     base = settings.pop("rope_theta", None) or config.get("rope_theta") or base
-    fraction = settings.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if is_proportional:  # all planes are there, and some have the frequency 0
+        settings.setdefault("partial_rotary_factor", 1.0)
+        fraction = 1.0
+    else:
+        fraction = settings.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if not partial and fraction != 1.0:
         raise ValueError(f"config.json has partial_rotary_factor {fraction}: this family is supported with 1.0 only")
     dim, positions = int(head_dim * fraction), config["max_position_embeddings"]
@@ -105,16 +110,18 @@ def _read_scaling(settings: HfConfig, dim: int, original: int | None, max_positi
     kind = "longrope" if kind == "su" else kind
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3", "yarn", "longrope"):
+    if kind not in ("linear", "llama3", "yarn", "longrope", "proportional"):
         reason = ", whose frequencies change with the longest text seen so far" if kind == "dynamic" else ""
         raise ValueError(
-            f"config.json asks for rope scaling of type {kind!r}{reason}; supported are default, linear, llama3, yarn "
-            "and longrope. To train within the original length, remove rope_scaling (or rope_parameters' rope_type) "
-            "from config.json"
+            f"config.json asks for rope scaling of type {kind!r}{reason}; supported are default, linear, llama3, yarn, "
+            "longrope and proportional. To train within the original length, remove rope_scaling (or rope_parameters' "
+            "rope_type) from config.json"
         )
     scaling = {key: value for key, value in settings.items() if key != "type"} | {"rope_type": kind}
     if kind == "linear":
         return scaling
+    if kind == "proportional":
+        return {"factor": 1.0} | scaling
     original = scaling["original_max_position_embeddings"] = original or max_positions
     if kind == "llama3":
         return scaling
@@ -194,7 +201,7 @@ def qwen_layers(config: HfConfig) -> tuple[Layer, ...]:
     return sliding_layers(config, [window is not None and i >= first for i in range(config["num_hidden_layers"])])
 
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu2")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu2", "xielu")
 
 
 def describe_decoder(
@@ -259,6 +266,12 @@ NORMS = [
     layer_mapping("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", REPLICATED),
 ]
 
+NORM_BIASES = [
+    ParamMapping("model.norm.bias", "decoder.final_layernorm.bias", REPLICATED),
+    layer_mapping("input_layernorm.bias", "input_layernorm.bias", REPLICATED),
+    layer_mapping("post_attention_layernorm.bias", "pre_mlp_layernorm.bias", REPLICATED),
+]
+
 ATTENTION = NORMS + PROJECTIONS
 
 POST_NORMS = [
@@ -283,6 +296,11 @@ MLP_BIASES = [
 QK_NORMS = [
     layer_mapping("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", REPLICATED),
     layer_mapping("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", REPLICATED),
+]
+
+ROTATED_QK_NORMS = [
+    layer_mapping("self_attn.query_layernorm.weight", "self_attention.core_attention.q_layernorm.weight", REPLICATED),
+    layer_mapping("self_attn.key_layernorm.weight", "self_attention.core_attention.k_layernorm.weight", REPLICATED),
 ]
 
 

@@ -28,6 +28,27 @@ def moe_layers(config: HfConfig) -> range:
     return range(min(config["first_k_dense_replace"], config["num_hidden_layers"]), config["num_hidden_layers"])
 
 
+def count_dense_layers(config: HfConfig) -> HfConfig:
+    """Return `config` with the number of dense first layers that `mlp_layer_types` has, by default 1.
+
+    Raises ValueError for other orders of layers, and if first_k_dense_replace says otherwise: transformers ignores it.
+    """
+    layers = config["num_hidden_layers"]
+    types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+    dense = types.count("dense")
+    if types != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise ValueError(
+            f"config.json has mlp_layer_types {types}: this family is supported with dense layers first, then sparse "
+            f"ones, {layers} in all"
+        )
+    if config.get("first_k_dense_replace") not in (None, dense):
+        raise ValueError(
+            f"config.json has first_k_dense_replace {config['first_k_dense_replace']}, which transformers' class "
+            f"ignores, and {dense} dense layers in mlp_layer_types (by default 1): make them agree"
+        )
+    return config | {"first_k_dense_replace": dense}
+
+
 def mtp_pattern(config: HfConfig, depths: int | None = None) -> str:
     """Return a regex for tensors of multi-token prediction layers, which follow the model's layers."""
     first = config["num_hidden_layers"]

@@ -8,10 +8,11 @@ from .decoder import DEFAULTS, ENDS, POST_NORMS, PROJECTIONS, QK_NORMS, describe
 
 def architecture(config: HfConfig) -> Architecture:
     attention = {"qk_layernorm": True}
-    return describe_decoder(config, attention, layers=_layers(config), pre_norms=False, post_norms=True)
+    return describe_decoder(config, attention, layers=window_layers(config), pre_norms=False, post_norms=True)
 
 
-def _layers(config: HfConfig) -> tuple[Layer, ...]:
+def window_layers(config: HfConfig) -> tuple[Layer, ...]:
+    """Describe EXAONE's layers: those with a window have a rope; without windows all have one."""
     window, pattern = config.get("sliding_window", 4096), config.get("sliding_window_pattern", 4)
     numbers = range(config["num_hidden_layers"])
     if window is None:

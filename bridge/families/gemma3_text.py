@@ -7,20 +7,19 @@ keys have a norm per head. From 4B on, checkpoints are Gemma3ForConditionalGener
 import math
 from dataclasses import replace
 
-from ..mapping.param_mapping import REPLICATED, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from .decoder import (
     DEFAULTS,
     ENDS,
-    POST_NORMS,
     PROJECTIONS,
     QK_NORMS,
     attention_biases,
     describe_decoder,
-    layer_mapping,
     mlp,
     read_ropes,
     sliding_layers,
 )
+from .gemma2 import FOUR_NORMS
 from .vlm_text import (
     NESTED_MODULES,
     TOWER_AND_PROJECTOR,
@@ -30,11 +29,6 @@ from .vlm_text import (
 )
 
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
-NORMS = [
-    layer_mapping("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
-    layer_mapping("pre_feedforward_layernorm.weight", "pre_mlp_layernorm.weight", REPLICATED),
-    *POST_NORMS,
-]
 
 
 def architecture(config: HfConfig) -> Architecture:
@@ -68,7 +62,7 @@ def architecture(config: HfConfig) -> Architecture:
 
 
 def mappings(config: HfConfig) -> list[ParamMapping]:
-    return ENDS + NORMS + PROJECTIONS + attention_biases(config) + QK_NORMS + mlp()
+    return ENDS + FOUR_NORMS + PROJECTIONS + attention_biases(config) + QK_NORMS + mlp()
 
 
 FAMILY = Family(

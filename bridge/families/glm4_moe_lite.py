@@ -5,36 +5,15 @@ from functools import partial
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from . import deepseek_v3
 from .decoder import DEFAULTS
-from .deepseek_moe import LIMITS, mtp_mappings
+from .deepseek_moe import LIMITS, count_dense_layers, mtp_mappings
 
 
 def architecture(config: HfConfig) -> Architecture:
-    return deepseek_v3.architecture(_with_dense_layers(config))
+    return deepseek_v3.architecture(count_dense_layers(config))
 
 
 def mappings(config: HfConfig) -> list[ParamMapping]:
-    return deepseek_v3.mappings(_with_dense_layers(config))
-
-
-def _with_dense_layers(config: HfConfig) -> HfConfig:
-    """Return `config` with the number of dense first layers that `mlp_layer_types` has, by default 1.
-
-    Raises ValueError for other orders of layers, and if first_k_dense_replace says otherwise: transformers ignores it.
-    """
-    layers = config["num_hidden_layers"]
-    types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
-    dense = types.count("dense")
-    if types != ["dense"] * dense + ["sparse"] * (layers - dense):
-        raise ValueError(
-            f"config.json has mlp_layer_types {types}: this family is supported with dense layers first, then sparse "
-            f"ones, {layers} in all"
-        )
-    if config.get("first_k_dense_replace") not in (None, dense):
-        raise ValueError(
-            f"config.json has first_k_dense_replace {config['first_k_dense_replace']}, which transformers' Glm4MoeLite "
-            f"ignores, and {dense} dense layers in mlp_layer_types (by default 1): make them agree"
-        )
-    return config | {"first_k_dense_replace": dense}
+    return deepseek_v3.mappings(count_dense_layers(config))
 
 
 FAMILY = Family(

@@ -1,20 +1,25 @@
 """Granite: Llama's layers, with scaling factors on the embedding, residual branches, attention scores and logits."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig
+from typing import Any
+
+from ..mapping.param_mapping import Architecture, Family, HfConfig, TransformerArgs
 from .decoder import DEFAULTS, describe_decoder
 from .llama import mappings
 
 
-def architecture(config: HfConfig) -> Architecture:
+def architecture(config: HfConfig, settings: TransformerArgs | None = None, **fields: Any) -> Architecture:
+    """Return the architecture. settings, fields: additional arguments of TransformerConfig and of Architecture."""
     bias = config["attention_bias"]
+    attention = {"add_qkv_bias": bias, "softmax_scale": float(config["attention_multiplier"])}
     return describe_decoder(
         config,
-        {"add_qkv_bias": bias, "softmax_scale": float(config["attention_multiplier"])},
+        attention | (settings or {}),
         embedding_scale=float(config["embedding_multiplier"]),
         residual_scale=float(config["residual_multiplier"]),
         logits_scale=float(config["logits_scaling"]),
         output_bias=bias,
         mlp_bias=config["mlp_bias"],
+        **fields,
     )
 
 

@@ -18,13 +18,20 @@ from . import LaunchArgs
 BLOCK = 64  # queries, or keys, per tile
 # Per kernel: rows of the other side (keys or queries) per iteration, warps, pipeline stages.
 FORWARD, QUERY_BACKWARD, KEY_BACKWARD = (64, 4, 3), (64, 4, 2), (32, 4, 3)
+WIDE = (32, 8, 1)  # every kernel, for heads wider than 128
 HEADS_PER_SPLIT = 2  # query heads per program in the backward pass of keys
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1e30)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, tiles: Tensor, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tiles: Tensor,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, like query, and the log-sum-exp of each query's scores, [heads, tokens] fp32.
 
@@ -33,13 +40,15 @@ def attend(
     tiles: [n, 5] int32 of queries: start and number of the document's queries, start and number of its keys, and index
         of the tile's first query in the document. The last query and the last key are the same token
     window: number of keys that a query attends to, including its own
+    cap: scores x become cap * tanh(x / cap)
     """
     tokens, heads, dim = query.shape
     output = query.new_empty(tokens, heads, dim)
     log_sum = query.new_empty(heads, tokens, dtype=torch.float32)
     _attend[tiles.shape[0] * heads,](
         query, key, value, output, log_sum, tiles, tokens, scale, window or 0,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], **_constants(query, key, window, *FORWARD),
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        **_constants(query, key, window, cap, *FORWARD),
     )  # fmt: skip
     return output, log_sum
 
@@ -55,6 +64,7 @@ def attend_backward(
     key_tiles: Tensor,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value. grad: like output; key_tiles: like `tiles`, but of keys."""
     tokens, heads, dim = query.shape
@@ -69,25 +79,30 @@ def attend_backward(
     strides = (*query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
     _query_backward[tiles.shape[0] * heads,](
         query, key, value, output, grad, log_sum, delta, grad_query, tiles, tokens, scale, window or 0, *strides,
-        **_constants(query, key, window, *QUERY_BACKWARD),
+        **_constants(query, key, window, cap, *QUERY_BACKWARD),
     )  # fmt: skip
     _key_backward[key_tiles.shape[0] * key.shape[1] * splits,](
         query, key, value, grad, log_sum, delta, grad_key, grad_value, key_tiles, tokens, len(key), scale, window or 0,
-        *strides, SHARES=splits, **_constants(query, key, window, *KEY_BACKWARD),
+        *strides, SHARES=splits, **_constants(query, key, window, cap, *KEY_BACKWARD),
     )  # fmt: skip
     if splits == 1:
         return grad_query, grad_key[0], grad_value[0]
     return grad_query, grad_key.sum(0).to(key.dtype), grad_value.sum(0).to(value.dtype)
 
 
-def _constants(query: Tensor, key: Tensor, window: int | None, step: int, warps: int, stages: int) -> LaunchArgs:
+def _constants(
+    query: Tensor, key: Tensor, window: int | None, cap: float | None, step: int, warps: int, stages: int
+) -> LaunchArgs:
     dim = query.shape[-1]
+    if dim > 128:
+        step, warps, stages = WIDE
     return {
         "HEADS": query.shape[1],
         "GROUPS": key.shape[1],
         "DIM": dim,
         "WIDTH": max(1 << (dim - 1).bit_length(), 16),
         "WINDOW": window is not None,
+        "CAP": cap,
         "BLOCK": BLOCK,
         "STEP": step,
         "num_warps": warps,
@@ -122,15 +137,30 @@ def _is_visible(query, key, before, window, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _scores(rows, columns, scale, CAP: tl.constexpr):
+    """Return the scores of rows and columns in base 2, and the derivative of their cap, 1 without one.
+
+    scale: with the factor to base 2.
+    """
+    score = tl.dot(rows, tl.trans(columns)) * scale
+    if CAP is None:
+        return score, 1.0
+    else:
+        bent = 2 * tl.sigmoid(score * (2 / (CAP * LOG2_E))) - 1  # tanh, which Triton's interpreter has not
+        return bent * (CAP * LOG2_E), 1 - bent * bent
+
+
+@triton.jit
 def _attend_to_keys(
     acc, top, total, q, key, value, query_row, first, last, keys, before, window, scale, k_token, v_token,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, STEP: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys first..last. WHOLE: every query attends to all of them."""
     for start in range(first, last, STEP):
         row = start + tl.arange(0, STEP)
         k = _load_rows(key, k_token, row, keys, DIM, WIDTH, not WHOLE)
-        score = tl.dot(q, tl.trans(k)) * scale
+        score, _ = _scores(q, k, scale, CAP)
         if not WHOLE:
             score = tl.where(_is_visible(query_row[:, None], row[None, :], before, window, WINDOW), score, MASKED)
         higher = tl.maximum(top, tl.max(score, 1))
@@ -147,7 +177,7 @@ def _attend_to_keys(
 def _attend(
     query, key, value, output, log_sum, tiles, tokens, scale, window, q_token, q_head, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
+    CAP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     head, tiles = program % HEADS, tiles + program // HEADS * 5
@@ -165,11 +195,11 @@ def _attend(
     low, masked, high = _key_range(first, before, queries, window, WINDOW, BLOCK, STEP)
     acc, top, total = _attend_to_keys(
         acc, top, total, q, key, value, row, low, masked, keys, before, window, scale, k_token, v_token,
-        DIM, WIDTH, WINDOW, STEP, True,
+        DIM, WIDTH, WINDOW, CAP, STEP, True,
     )  # fmt: skip
     acc, top, total = _attend_to_keys(
         acc, top, total, q, key, value, row, masked, high, keys, before, window, scale, k_token, v_token,
-        DIM, WIDTH, WINDOW, STEP, False,
+        DIM, WIDTH, WINDOW, CAP, STEP, False,
     )  # fmt: skip
     target = output + (q_start * HEADS + head) * DIM
     _store_rows(target, HEADS * DIM, row, queries, acc / total[:, None], DIM, WIDTH)
@@ -190,16 +220,18 @@ def _key_range(first, before, queries, window, WINDOW: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def _query_gradient(
     acc, q, grad, log_sum, delta, key, value, query_row, first, last, keys, before, window, scale, k_token, v_token,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, STEP: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     for start in range(first, last, STEP):
         row = start + tl.arange(0, STEP)
         k = _load_rows(key, k_token, row, keys, DIM, WIDTH, not WHOLE)
         v = _load_rows(value, v_token, row, keys, DIM, WIDTH, not WHOLE)
-        share = tl.exp2(tl.dot(q, tl.trans(k)) * scale - log_sum[:, None])
+        score, slope = _scores(q, k, scale, CAP)
+        share = tl.exp2(score - log_sum[:, None])
         if not WHOLE:
             share = tl.where(_is_visible(query_row[:, None], row[None, :], before, window, WINDOW), share, 0.0)
-        grad_score = share * (tl.dot(grad, tl.trans(v)) - delta[:, None])
+        grad_score = share * (tl.dot(grad, tl.trans(v)) - delta[:, None]) * slope
         acc = tl.dot(grad_score.to(k.dtype), k, acc)
     return acc
 
@@ -209,7 +241,7 @@ def _query_backward(
     query, key, value, output, grad, log_sum, delta, grad_query, tiles, tokens, scale, window,
     q_token, q_head, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
+    CAP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     head, tiles = program % HEADS, tiles + program // HEADS * 5
@@ -232,11 +264,11 @@ def _query_backward(
     low, masked, high = _key_range(first, before, queries, window, WINDOW, BLOCK, STEP)
     acc = _query_gradient(
         acc, q, d, logs, row_delta, key, value, row, low, masked, keys, before, window, scale * LOG2_E,
-        k_token, v_token, DIM, WIDTH, WINDOW, STEP, True,
+        k_token, v_token, DIM, WIDTH, WINDOW, CAP, STEP, True,
     )  # fmt: skip
     acc = _query_gradient(
         acc, q, d, logs, row_delta, key, value, row, masked, high, keys, before, window, scale * LOG2_E,
-        k_token, v_token, DIM, WIDTH, WINDOW, STEP, False,
+        k_token, v_token, DIM, WIDTH, WINDOW, CAP, STEP, False,
     )  # fmt: skip
     _store_rows(grad_query + at, HEADS * DIM, row, queries, acc * scale, DIM, WIDTH)
 
@@ -246,7 +278,7 @@ def _key_backward(
     query, key, value, grad, log_sum, delta, grad_key, grad_value, tiles, tokens, all_keys, scale, window,
     q_token, q_head, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr, SHARES: tl.constexpr,
+    CAP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     share, group = program % SHARES, program // SHARES % GROUPS
@@ -272,10 +304,11 @@ def _key_backward(
         sums = head.to(tl.int64) * tokens + q_start + query_row
         logs = tl.load(log_sum + sums, mask=query_row < queries, other=0.0) * LOG2_E
         row_delta = tl.load(delta + sums, mask=query_row < queries, other=0.0)
-        part = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2_E) - logs[None, :])
+        score, slope = _scores(k, q, scale * LOG2_E, CAP)
+        part = tl.exp2(score - logs[None, :])
         part = tl.where(_is_visible(query_row[None, :], row[:, None], before, window, WINDOW), part, 0.0)
         grad_v = tl.dot(part.to(d.dtype), d, grad_v)
-        grad_score = part * (tl.dot(v, tl.trans(d)) - row_delta[None, :])
+        grad_score = part * (tl.dot(v, tl.trans(d)) - row_delta[None, :]) * slope
         grad_k = tl.dot(grad_score.to(q.dtype), q, grad_k)
     at = ((share.to(tl.int64) * all_keys + k_start) * GROUPS + group) * DIM
     _store_rows(grad_key + at, GROUPS * DIM, row, keys, grad_k * scale, DIM, WIDTH)

@@ -3,11 +3,13 @@
 The backward pass overwrites logits with their gradient. Small logits are kept for it, others recomputed, which costs
 one more product with the output matrix and gives the same numbers.
 """
+# Calls of kernels, and functions that return in both branches of an `if` at compile time:
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from collections import deque
 from collections.abc import Callable
 from math import ceil
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -17,6 +19,25 @@ from torch import Tensor
 
 from . import LaunchArgs
 from .weight_gradient import accumulate_product, has_main_grad, mark_grad_added
+
+
+class LogitForm(NamedTuple):
+    """Logits of a call in terms of the products with the output matrix."""
+
+    first: int  # label of the first column
+    columns: int  # number of real columns
+    scale: float  # factor of the logits
+    cap: float | None = None  # a product x is cap * tanh(x / cap) before the factor
+
+
+@triton.jit
+def _capped(x, CAP: tl.constexpr):
+    """Return cap * tanh(x / cap) and its derivative; without a cap, x and 1."""
+    if CAP is None:
+        return x, 1.0
+    else:
+        bent = 2 * tl.sigmoid(2 / CAP * x) - 1  # tanh, which Triton's interpreter has not
+        return CAP * bent, 1 - bent * bent
 
 
 @triton.jit
@@ -30,6 +51,7 @@ def _log_sum_kernel(
     columns,
     width,
     scale,
+    CAP: tl.constexpr,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -44,8 +66,8 @@ def _log_sum_kernel(
     weighted = tl.zeros([BLOCK], tl.float32)  # the same sum with each term times its logit
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(row + column, mask=column < width, other=0.0).to(tl.float32) * scale
-        x = tl.where(column < columns, x, float("-inf"))
+        x, _ = _capped(tl.load(row + column, mask=column < width, other=0.0).to(tl.float32), CAP)
+        x = tl.where(column < columns, x * scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, 0))
         less, terms = tl.exp(highest - higher), tl.exp(x - higher)
         total = total * less + terms
@@ -58,7 +80,8 @@ def _log_sum_kernel(
     tl.store(log_sums + token, log_sum)
     if ENTROPY:
         tl.store(entropies + token, log_sum - tl.sum(weighted, 0) / tl.sum(total, 0))
-    tl.store(chosen + token, tl.load(row + label, mask=is_local, other=0.0).to(tl.float32) * scale)
+    label_logit, _ = _capped(tl.load(row + label, mask=is_local, other=0.0).to(tl.float32), CAP)
+    tl.store(chosen + token, label_logit * scale)
 
 
 @triton.jit
@@ -72,25 +95,26 @@ def _gradient_kernel(
     first,
     width,
     scale,
+    CAP: tl.constexpr,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Overwrite a block of a token's logits with (onehot - softmax) x grad x scale.
+    """Overwrite a block of a token's logits with (onehot - softmax) x grad x scale x the cap's derivative.
 
     ENTROPY: less softmax x (log softmax + entropy) x the entropy's grad x scale.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + token * width + column
-    x = tl.load(place, mask=column < width, other=0.0).to(tl.float32) * scale
+    x, inner_slope = _capped(tl.load(place, mask=column < width, other=0.0).to(tl.float32), CAP)
     label = tl.load(labels + token) - first
-    log_prob = x - tl.load(log_sums + token)
+    log_prob = x * scale - tl.load(log_sums + token)
     probability = tl.exp(log_prob)
     slope = (tl.where(column == label, 1.0, 0.0) - probability) * (tl.load(grads + token) * scale)
     if ENTROPY:
         bend = probability * (log_prob + tl.load(entropies + token))
         slope -= bend * (tl.load(entropy_grads + token) * scale)
-    tl.store(place, slope, mask=column < width)
+    tl.store(place, slope * inner_slope, mask=column < width)
 
 
 def sum_logits(
@@ -99,19 +123,18 @@ def sum_logits(
     log_sums: Tensor,
     chosen: Tensor,
     entropies: Tensor | None,
-    first: int,
-    columns: int,
-    scale: float,
+    form: LogitForm,
 ) -> None:
-    """Write log sum exp(logits x scale), the labels' logits x scale, and the softmax's entropy.
+    """Write the log-sum-exp of the logits, those of the labels, and the softmax's entropy.
 
     Outputs: log_sums, chosen and, unless None, entropies, fp32 [tokens].
-    logits [tokens, width]: the first `columns` are real, and belong to the labels from `first` on.
+    logits [tokens, width]: products with the output matrix.
     """
     width, settings = logits.shape[1], _blocks(logits.shape[1])
     settings["ENTROPY"] = entropies is not None
     outputs = (log_sums, chosen, log_sums if entropies is None else entropies)
-    _log_sum_kernel[(len(logits),)](logits, labels, *outputs, first, columns, width, scale, **settings)
+    sizes = form.first, form.columns, width
+    _log_sum_kernel[(len(logits),)](logits, labels, *outputs, *sizes, form.scale, CAP=form.cap, **settings)
 
 
 def compute_gradient(
@@ -120,10 +143,9 @@ def compute_gradient(
     log_sums: Tensor,
     grads: Tensor,
     of_entropies: tuple[Tensor, Tensor] | None,
-    first: int,
-    scale: float,
+    form: LogitForm,
 ) -> None:
-    """Overwrite logits [tokens, width] with their gradient of sum(grads x log p(labels)).
+    """Overwrite products with the output matrix [tokens, width] with their gradient of sum(grads x log p(labels)).
 
     labels, log_sums (over all ranks' columns) and grads [tokens]. of_entropies: entropies and their gradients, [tokens]
     each, whose part is added.
@@ -132,7 +154,8 @@ def compute_gradient(
     grid = (len(logits), ceil(width / settings["BLOCK"]))
     settings["ENTROPY"] = of_entropies is not None
     entropies = of_entropies or (log_sums, grads)  # not read
-    _gradient_kernel[grid](logits, labels, log_sums, grads, *entropies, first, width, scale, **settings)
+    inputs = logits, labels, log_sums, grads, *entropies
+    _gradient_kernel[grid](*inputs, form.first, width, form.scale, CAP=form.cap, **settings)
 
 
 def _blocks(width: int) -> LaunchArgs:
@@ -169,8 +192,8 @@ class LabelLogProbs(torch.autograd.Function):
     """log p(label), fp32 [tokens], and optionally the entropy of p, fp32 [tokens], or None.
 
     hidden: [tokens, hidden_size]
-    weight: this rank's rows of the output matrix, of which the first `columns` are real
-    labels: [tokens]; `first` is the label of the weight's first row
+    weight: this rank's rows of the output matrix, of which the first `form.columns` are real
+    labels: [tokens]
     over_ranks: reduces log-sum-exp, labels' logits and entropy of this rank over all tensor-parallel ranks
     may_keep: a backward pass may follow
     accumulate: the backward pass adds the weight's gradient to `main_grad` if there is one
@@ -182,9 +205,7 @@ class LabelLogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        first: int,
-        columns: int,
-        temperature: float,
+        form: LogitForm,
         over_ranks: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]],
         may_keep: bool,
         accumulate: bool,
@@ -194,15 +215,15 @@ class LabelLogProbs(torch.autograd.Function):
         chosen = torch.zeros_like(log_sums)
         entropies = torch.zeros_like(log_sums) if entropy else None
         ctx.kept = _KeptLogits()
-        for part in _chunks(hidden, columns):
-            logits = _logits(hidden[part], weight, columns)
+        for part in _chunks(hidden, form.columns):
+            logits = _logits(hidden[part], weight, form.columns)
             outputs = (log_sums[part], chosen[part], None if entropies is None else entropies[part])
-            sum_logits(logits, labels[part], *outputs, first, columns, 1 / temperature)
+            sum_logits(logits, labels[part], *outputs, form)
             may_keep = may_keep and ctx.kept.try_keep(logits)
             del logits
         log_sums, chosen, entropies = over_ranks(log_sums, chosen, entropies)
         ctx.save_for_backward(hidden, weight, labels, log_sums, entropies)
-        ctx.first, ctx.columns, ctx.scale, ctx.accumulate = first, columns, 1 / temperature, accumulate
+        ctx.form, ctx.accumulate = form, accumulate
         ctx.set_materialize_grads(False)  # no work for entropies that are only logged
         return chosen - log_sums, entropies
 
@@ -216,19 +237,20 @@ class LabelLogProbs(torch.autograd.Function):
         accumulate, total = ctx.accumulate and has_main_grad(weight), None
         if ctx.needs_input_grad[1]:
             total = weight.main_grad if accumulate else torch.zeros_like(weight, dtype=torch.float32)
-        for part in _chunks(hidden, ctx.columns):
-            logits = kept.popleft() if kept else _logits(hidden[part], weight, ctx.columns)
+        columns = ctx.form.columns
+        for part in _chunks(hidden, columns):
+            logits = kept.popleft() if kept else _logits(hidden[part], weight, columns)
             of_entropies = None if bends is None else (bends[0][part], bends[1][part])
-            compute_gradient(logits, labels[part], log_sums[part], grads[part], of_entropies, ctx.first, ctx.scale)
-            slopes = logits[:, : ctx.columns]
+            compute_gradient(logits, labels[part], log_sums[part], grads[part], of_entropies, ctx.form)
+            slopes = logits[:, :columns]
             if grad_hidden is not None:
-                torch.mm(slopes, weight[: ctx.columns], out=grad_hidden[part])
+                torch.mm(slopes, weight[:columns], out=grad_hidden[part])
             if total is not None:
-                accumulate_product(total[: ctx.columns], slopes, hidden[part])
+                accumulate_product(total[:columns], slopes, hidden[part])
             del logits, slopes  # frees memory for the next chunk
         if total is None:
-            return grad_hidden, *[None] * 9
-        return grad_hidden, mark_grad_added(weight) if accumulate else total.to(weight.dtype), *[None] * 8
+            return grad_hidden, *[None] * 7
+        return grad_hidden, mark_grad_added(weight) if accumulate else total.to(weight.dtype), *[None] * 6
 
 
 def _logits(hidden: Tensor, weight: Tensor, columns: int) -> Tensor:

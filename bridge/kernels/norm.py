@@ -17,37 +17,49 @@ PROGRAMS = 2
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight (1 + weight if zero-centred), computed in fp32. x: [..., size]"""
-    return cast(Tensor, _Norm.apply(x, weight, None, eps, zero_centred, False))
+    return cast(Tensor, _Norm.apply(x, weight, None, eps, zero_centred, False, False))
 
 
 def rms_norm_with_residual(
     x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return `rms_norm`'s result and x for the residual, whose gradient the backward kernel adds."""
-    return cast(tuple[Tensor, Tensor], _Norm.apply(x, weight, None, eps, zero_centred, True))
+    return cast(tuple[Tensor, Tensor], _Norm.apply(x, weight, None, eps, zero_centred, False, True))
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, computed in fp32. x: [..., size]"""
-    return cast(Tensor, _Norm.apply(x, weight, bias, eps, False, False))
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centred: bool = False) -> Tensor:
+    """Return (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, computed in fp32. x: [..., size]
+
+    zero_centred: 1 + weight in place of weight.
+    """
+    return cast(Tensor, _Norm.apply(x, weight, bias, eps, zero_centred, True, False))
 
 
-def layer_norm_with_residual(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def layer_norm_with_residual(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centred: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return `layer_norm`'s result and x for the residual, whose gradient the backward kernel adds."""
-    return cast(tuple[Tensor, Tensor], _Norm.apply(x, weight, bias, eps, False, True))
+    return cast(tuple[Tensor, Tensor], _Norm.apply(x, weight, bias, eps, zero_centred, True, True))
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centred: bool, residual: bool
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        zero_centred: bool,
+        centred: bool,
+        residual: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute a LayerNorm if there is a bias, else an RMSNorm."""
+        """Compute a LayerNorm if `centred`, else an RMSNorm."""
         ctx.zero_centred = zero_centred
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-        means = None if bias is None else torch.empty_like(scales)
+        means = torch.empty_like(scales) if centred else None
         if rows:
             blocks = _blocks(size)
             inputs = (*_rows(x), weight, bias, output, scales, means, rows, size, eps)
@@ -73,7 +85,7 @@ class _Norm(torch.autograd.Function):
                 ctx.zero_centred, **blocks,
             )  # fmt: skip
         grads = (None if part is None else part.sum(0).to(weight.dtype) for part in (parts, bias_parts))
-        return grad_x, *grads, None, None, None
+        return grad_x, *grads, None, None, None, None
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:

@@ -20,9 +20,12 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 
 from ..mapping.param_mapping import Architecture, Layer
+from .norm import Norm
 from .packed_seqs import AttentionSpan, Documents, Segments
 from .rope import apply_rotary
 from .sinks import masked_attention, varlen_attention
+
+MAX_FLASH_DIM = 256  # of a head: flash kernels support no wider ones
 
 
 class CoreAttention(MegatronModule):
@@ -50,13 +53,23 @@ class CoreAttention(MegatronModule):
         layers = architecture.layers
         layer = layers[layer_number - 1] if layer_number <= len(layers) else Layer()
         self.rope, self.span = layer.rope, AttentionSpan(layer.window, layer.chunk)
+        self.value_norm = architecture.value_norm
         self.l2_norm = architecture.qk_norm == "l2" and layer.rope is not None
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm and architecture.qk_norm == "rotated":
+            # megatron-core sums the gradients of norms with these names over the tensor-parallel ranks.
+            self.q_layernorm, self.k_layernorm = (
+                Norm(config, config.kv_channels or 0, eps=config.layernorm_epsilon) for _ in range(2)
+            )
         growth = architecture.query_growth
         self.query_growth = growth if growth and growth.has_rope == (layer.rope is not None) else None
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.softmax_scale = softmax_scale
+        self.score_cap = architecture.score_cap
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.kernel: str = config.attention_kernel  # type: ignore[attr-defined]
+        if (layer.head_dim or 0) > MAX_FLASH_DIM:
+            self.kernel = "sdpa"
         self.inner = self.packed_attention = self.softmax_offset = None
         if architecture.sinks:
             # Attention sinks: a logit per head, of a key that every query attends to and that has no value.
@@ -107,6 +120,8 @@ class CoreAttention(MegatronModule):
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         query, key = self._rotate(query, documents), self._rotate(key, documents)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.l2_norm:
             query, key = (
                 F.rms_norm(x.float(), x.shape[-1:], eps=self.config.layernorm_epsilon).to(x.dtype) for x in (query, key)
@@ -116,6 +131,8 @@ class CoreAttention(MegatronModule):
             growth = self.query_growth
             scales = ((documents.positions + growth.first) // growth.step).float().log1p() * growth.rate + 1
             query = (query * scales[..., None, None]).to(query.dtype)
+        if self.value_norm:
+            value = F.rms_norm(value, value.shape[-1:], eps=self.config.layernorm_epsilon)
         segments = documents.segments[self.span]
         if self.inner is not None and self._is_supported_by_engine(segments):
             if packed:
@@ -142,7 +159,9 @@ class CoreAttention(MegatronModule):
             )
         if self.kernel != "sdpa" and query.shape[1] == 1 and not (self.training and self.dropout):
             query, key, value = (x.squeeze(1) for x in (query, key, value))
-            output = varlen_attention(query, key, value, segments, self.softmax_scale, self.softmax_offset)
+            output = varlen_attention(
+                query, key, value, segments, self.softmax_scale, self.softmax_offset, self.score_cap
+            )
         elif self.training and self.dropout and not self.config.sequence_parallel:
             # Tensor-parallel ranks have different heads, so their dropout must differ.
             with get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
@@ -174,8 +193,10 @@ class CoreAttention(MegatronModule):
         ):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [batch, heads, length, dim]
             mask = _mask(q.shape[2], k.shape[2], segments.window, q.device)
-            if self.softmax_offset is not None:
-                output = masked_attention(q, k, v, mask, self.softmax_offset, self.softmax_scale, dropout)
+            if self.softmax_offset is not None or self.score_cap is not None:
+                output = masked_attention(
+                    q, k, v, mask, self.softmax_offset, self.softmax_scale, dropout, self.score_cap
+                )
             else:
                 output = F.scaled_dot_product_attention(
                     q,
@@ -191,11 +212,18 @@ class CoreAttention(MegatronModule):
         return torch.cat(outputs)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> ShardedStateDict:
-        if self.softmax_offset is None:
+        tensors = {
+            f"{name}.weight": norm.weight
+            for name, norm in (("q_layernorm", self.q_layernorm), ("k_layernorm", self.k_layernorm))
+            if norm is not None
+        }
+        if self.softmax_offset is not None:
+            tensors["softmax_offset"] = self.softmax_offset
+        if not tensors:
             return {}
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
-            {"softmax_offset": self.softmax_offset},
+            tensors,
             prefix,
             {"softmax_offset": 0},
             sharded_offsets,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.weight_gradient import accumulate_product, has_main_grad, mark_grad_added
-from .logprobs import OutputMatrix, chunk_logits, over_ranks
+from .logprobs import OutputMatrix, cap_slopes, chunk_logits, over_ranks
 
 CHUNK_LOGITS = 2**27  # logits of a chunk: half a GiB in fp32, a few times
 
@@ -28,12 +28,13 @@ def divergence(
     *,
     beta: float,
     temperatures: tuple[float, float] = (1.0, 1.0),
+    teacher_cap: float | None = None,
 ) -> Tensor:
     """Return the divergence at each position, in nats: fp32 [batch, sequence], the same on every tensor-parallel rank.
 
     hidden, teacher_hidden: see `OutputMatrix.rows`; each model has a hidden size of its own. Without gradients for the
     teacher. `student.vocab_size` is the smaller one of both models: neither distribution has further tokens.
-    temperatures: divide the student's and the teacher's logits.
+    temperatures: divide the student's and the teacher's logits. teacher_cap: the teacher's `Architecture.logits_cap`.
     beta: 0 is the forward KL(teacher | student), 1 the reverse one; between, with the mixture
     m = beta teacher + (1 - beta) student: beta KL(teacher | m) + (1 - beta) KL(student | m).
     Raises ValueError where the two matrices have different numbers of rows.
@@ -47,7 +48,7 @@ def divergence(
     with torch.no_grad():
         teacher_rows = replace(student, weight=teacher_weight).rows(teacher_hidden)
     divergences = _Divergence.apply(
-        rows.hidden, student.weight, teacher_rows.hidden, teacher_weight, student, temperatures, beta
+        rows.hidden, student.weight, teacher_rows.hidden, teacher_weight, student, temperatures, beta, teacher_cap
     )
     return rows.scatter(divergences)  # type: ignore[arg-type]
 
@@ -85,7 +86,7 @@ def top_log_probs(hidden: Tensor, output: OutputMatrix, k: int, *, temperature: 
     values = rows.hidden.new_full((len(rows.hidden), k), -torch.inf, dtype=torch.float32)
     ids = torch.zeros_like(values, dtype=torch.int64)
     for part in _chunks(rows.hidden, output.weight):
-        logits = chunk_logits(rows.hidden[part], output.weight, output.columns).div_(temperature)
+        logits = chunk_logits(rows.hidden[part], output.weight, output.columns, output.cap).div_(temperature)
         log_probs = logits.sub_(_normalizer(logits, group)[:, None])
         values[part, :local_k], columns = log_probs.topk(local_k)
         ids[part, :local_k] = columns + output.first
@@ -154,13 +155,14 @@ class _Divergence(torch.autograd.Function):
         output: OutputMatrix,
         temperatures: tuple[float, float],
         beta: float,
+        teacher_cap: float | None,
     ) -> Tensor:
         columns, group = output.columns, output.group
         normalizers = hidden.new_empty(2, len(hidden), dtype=torch.float32)  # the student's and the teacher's
         sums = torch.zeros_like(normalizers)  # the divergence, and KL(p | m)
         for part in _chunks(hidden, weight):
-            student = chunk_logits(hidden[part], weight, columns).div_(temperatures[0])
-            teacher = chunk_logits(teacher_hidden[part], teacher_weight, columns).div_(temperatures[1])
+            student = chunk_logits(hidden[part], weight, columns, output.cap).div_(temperatures[0])
+            teacher = chunk_logits(teacher_hidden[part], teacher_weight, columns, teacher_cap).div_(temperatures[1])
             normalizers[:, part] = torch.stack((_normalizer(student, group), _normalizer(teacher, group)))
             student, teacher = student.sub_(normalizers[0, part, None]), teacher.sub_(normalizers[1, part, None])
             sums[:, part] = torch.stack(_terms(student, teacher, beta))
@@ -168,6 +170,7 @@ class _Divergence(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, normalizers, sums[1])
         ctx.columns, ctx.temperatures, ctx.beta, ctx.accumulate = columns, temperatures, beta, output.accumulate
+        ctx.caps = output.cap, teacher_cap
         return sums[0]
 
     @staticmethod
@@ -176,16 +179,20 @@ class _Divergence(torch.autograd.Function):
         gradients = _Gradients(ctx, hidden, weight)
         share = 1.0 if ctx.beta in (0, 1) else 1 - ctx.beta
         for part in _chunks(hidden, weight) if ctx.columns else []:
-            student = chunk_logits(hidden[part], weight, ctx.columns).div_(ctx.temperatures[0])
-            teacher = chunk_logits(teacher_hidden[part], teacher_weight, ctx.columns).div_(ctx.temperatures[1])
+            student = chunk_logits(hidden[part], weight, ctx.columns, ctx.caps[0])
+            inner_slopes = cap_slopes(student, ctx.caps[0])
+            student = student.div_(ctx.temperatures[0])
+            teacher = chunk_logits(teacher_hidden[part], teacher_weight, ctx.columns, ctx.caps[1])
+            teacher = teacher.div_(ctx.temperatures[1])
             student, teacher = student.sub_(normalizers[0, part, None]), teacher.sub_(normalizers[1, part, None])
             if ctx.beta == 0:
                 slope = student.exp_().sub_(teacher.exp_())
             else:
                 excess = (student - _mixture(student, teacher, ctx.beta)).sub_(divergences[part, None])
                 slope = student.exp_().mul_(excess)
-            gradients.add(part, slope.mul_(grad[part, None] * (share / ctx.temperatures[0])))
-        return *gradients.totals(), *[None] * 5
+            slope = slope.mul_(grad[part, None] * (share / ctx.temperatures[0]))
+            gradients.add(part, slope if inner_slopes is None else slope.mul_(inner_slopes))
+        return *gradients.totals(), *[None] * 6
 
 
 class _LogitsOf(torch.autograd.Function):
@@ -199,17 +206,19 @@ class _LogitsOf(torch.autograd.Function):
         local = torch.where(is_local, local, 0)
         chosen = torch.zeros_like(ids, dtype=torch.float32)
         for part in _chunks(hidden, weight) if columns else []:
-            chosen[part] = chunk_logits(hidden[part], weight, columns).gather(1, local[part]) * is_local[part]
+            logits = chunk_logits(hidden[part], weight, columns, output.cap)
+            chosen[part] = logits.gather(1, local[part]) * is_local[part]
         if dist.get_world_size(group) > 1:
             dist.all_reduce(chosen, group=group)
-        ctx.save_for_backward(hidden, weight, local, is_local)
+        ctx.save_for_backward(hidden, weight, local, is_local, cap_slopes(chosen, output.cap))
         ctx.columns, ctx.accumulate = columns, output.accumulate
         return chosen
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        hidden, weight, local, is_local = ctx.saved_tensors
+        hidden, weight, local, is_local, inner_slopes = ctx.saved_tensors
         gradients = _Gradients(ctx, hidden, weight)
+        grad = grad if inner_slopes is None else grad * inner_slopes
         for part in _chunks(hidden, weight) if ctx.columns else []:
             slope = hidden.new_zeros(len(hidden[part]), ctx.columns, dtype=torch.float32)
             gradients.add(part, slope.scatter_add_(1, local[part], grad[part] * is_local[part]))

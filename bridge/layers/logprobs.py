@@ -21,20 +21,28 @@ from ..kernels import usable
 CHUNK_TOKENS = 4096
 
 
-def chunk_logits(hidden: Tensor, weight: Tensor, columns: int) -> Tensor:
+def chunk_logits(hidden: Tensor, weight: Tensor, columns: int, cap: float | None = None) -> Tensor:
     """Return fp32 logits [tokens, columns], from products in the weights' dtype.
 
     The vocabulary's padding (the last rows of `weight`) is excluded, so that no softmax sees it.
+    cap: see `Architecture.logits_cap`.
     """
-    return (hidden @ weight[:columns].t()).float()
+    logits = (hidden @ weight[:columns].t()).float()
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def cap_slopes(logits: Tensor, cap: float | None) -> Tensor | None:
+    """Return the derivatives of capped logits by the products, like logits; None without a cap."""
+    return None if cap is None else 1 - (logits / cap).square()
 
 
 class _LabelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, columns: int, group, temperature: float, entropy: bool
+        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, output: "OutputMatrix", temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        local_labels = labels - dist.get_rank(group) * weight.shape[0]
+        columns, group = output.columns, output.group
+        local_labels = labels - output.first
         is_local = (local_labels >= 0) & (local_labels < columns)
         local_labels = torch.where(is_local, local_labels, 0)
         normalizer = torch.full_like(labels, -torch.inf, dtype=torch.float32)  # log sum exp over this rank's columns
@@ -42,7 +50,7 @@ class _LabelLogProbs(torch.autograd.Function):
         entropies = torch.zeros_like(normalizer) if entropy else None  # of the softmax over this rank's columns
         if columns:
             for part in _chunks(len(labels)):
-                logits = chunk_logits(hidden[part], weight, columns).div_(temperature)
+                logits = chunk_logits(hidden[part], weight, columns, output.cap).div_(temperature)
                 normalizer[part] = torch.logsumexp(logits, dim=-1)
                 chosen[part] = logits.gather(1, local_labels[part, None]).squeeze(1) * is_local[part]
                 if entropies is not None:
@@ -50,7 +58,7 @@ class _LabelLogProbs(torch.autograd.Function):
                     entropies[part] = -(log_probs.exp().mul_(log_probs)).sum(dim=-1)
         normalizer, chosen, entropies = over_ranks(normalizer, chosen, entropies, group)
         ctx.save_for_backward(hidden, weight, local_labels, is_local, normalizer, entropies)
-        ctx.columns, ctx.temperature = columns, temperature
+        ctx.columns, ctx.temperature, ctx.cap = columns, temperature, output.cap
         ctx.set_materialize_grads(False)  # no work for entropies that are only logged
         return chosen - normalizer, entropies
 
@@ -63,8 +71,9 @@ class _LabelLogProbs(torch.autograd.Function):
         if ctx.columns:
             used = weight[: ctx.columns]
             for part in _chunks(len(hidden)):
-                logits = chunk_logits(hidden[part], weight, ctx.columns).div_(ctx.temperature)
-                log_probs = logits.sub_(normalizer[part, None])
+                logits = chunk_logits(hidden[part], weight, ctx.columns, ctx.cap)
+                inner_slopes = cap_slopes(logits, ctx.cap)
+                log_probs = logits.div_(ctx.temperature).sub_(normalizer[part, None])
                 # d entropy / d logits = -softmax x (log softmax + entropy)
                 bends = None if entropy_grad is None else log_probs + entropies[part, None]
                 # d logp / d logits = onehot - softmax
@@ -72,12 +81,13 @@ class _LabelLogProbs(torch.autograd.Function):
                 bends = None if bends is None or entropy_grad is None else bends.mul_(slope * entropy_grad[part, None])
                 slope.scatter_add_(1, local_labels[part, None], is_local[part, None].float())
                 slope = slope.mul_(grad[part, None] / ctx.temperature)
-                slope = (slope if bends is None else slope.add_(bends / ctx.temperature)).to(weight.dtype)
+                slope = slope if bends is None else slope.add_(bends / ctx.temperature)
+                slope = (slope if inner_slopes is None else slope.mul_(inner_slopes)).to(weight.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = slope @ used
                 if grad_weight is not None:
                     grad_weight[: ctx.columns] += slope.t() @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 4
 
 
 def over_ranks(
@@ -119,6 +129,7 @@ class OutputMatrix:
     sequence_parallel: bool = False  # hidden states are [sequence / TP, batch, hidden_size]
     positions: Tensor | None = None  # [n]: positions of batch * sequence to compute, each once; None: all
     accumulate: bool = False
+    cap: float | None = None  # see `Architecture.logits_cap`
 
     @property
     def columns(self) -> int:
@@ -191,11 +202,10 @@ def _log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     selected, weight, group = rows.select(labels), output.weight, output.group
     if not usable(rows.hidden, weight, selected):
-        return _LabelLogProbs.apply(rows.hidden, weight, selected, output.columns, group, temperature, entropy)  # type: ignore[return-value]
-    from ..kernels.log_probs import LabelLogProbs
+        return _LabelLogProbs.apply(rows.hidden, weight, selected, output, temperature, entropy)  # type: ignore[return-value]
+    from ..kernels.log_probs import LabelLogProbs, LogitForm
 
     keep = torch.is_grad_enabled() and (rows.hidden.requires_grad or weight.requires_grad)
-    reduce, columns = partial(over_ranks, group=group), output.columns
-    return LabelLogProbs.apply(  # type: ignore[return-value]
-        rows.hidden, weight, selected, output.first, columns, temperature, reduce, keep, output.accumulate, entropy
-    )
+    form = LogitForm(output.first, output.columns, 1 / temperature, output.cap)
+    reduce = partial(over_ranks, group=group)
+    return LabelLogProbs.apply(rows.hidden, weight, selected, form, reduce, keep, output.accumulate, entropy)  # type: ignore[return-value]

@@ -26,12 +26,14 @@ class Norm:
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, has_residual: bool = False, **_
     ) -> torch.nn.Module:
-        if config.layernorm_zero_centered_gamma:
-            norm = ZeroCentredNorm
-        else:
-            norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        module = norm(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        settings: dict[str, Any] = {"eps": eps, "dtype": config.params_dtype, "device": device}
+        if config.normalization == "RMSNorm":
+            norm = ZeroCentredNorm if config.layernorm_zero_centered_gamma else RMSNorm
+        else:
+            norm = ZeroCentredLayerNorm if config.layernorm_zero_centered_gamma else LayerNorm
+            settings["bias"] = config.architecture.norm_bias  # type: ignore[attr-defined]
+        module = norm(hidden_size, **settings)
         for parameter in module.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         module.has_residual = has_residual
@@ -61,17 +63,30 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm, with fused kernels as `RMSNorm` has them: x [..., size]."""
+    """torch's LayerNorm, with or without biases, with fused kernels as `RMSNorm` has them: x [..., size]."""
 
+    zero_centred = False
     has_residual = False
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not usable(x, self.weight):
-            return super().forward(x)
+            return self.torch_forward(x)
         from ..kernels.norm import layer_norm, layer_norm_with_residual
 
         norm = layer_norm_with_residual if self.has_residual else layer_norm
-        return norm(x, self.weight, self.bias, self.eps)
+        return norm(x, self.weight, self.bias, self.eps, zero_centred=self.zero_centred)
+
+    def torch_forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class ZeroCentredLayerNorm(LayerNorm):
+    """LayerNorm times 1 + weight, plus bias (Nemotron-4, https://arxiv.org/abs/2402.16819)."""
+
+    zero_centred = True
+
+    def torch_forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
 class ZeroCentredNorm(RMSNorm):

@@ -1,4 +1,4 @@
-"""Residual addition with an optional norm or scale on the branch's output."""
+"""Residual addition with an optional norm or scale on the branch's output, and a scale on a layer's output."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 
@@ -30,3 +31,19 @@ class ResidualAdd(torch.nn.Module):
         if self.scale != 1.0:
             x = x * self.scale
         return residual + F.dropout(x, dropout, training)
+
+
+class ScaledLayer(TransformerLayer):
+    """Layer whose output is multiplied by a number of the checkpoint, which is not trained."""
+
+    layer_scalar: Tensor
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        self.register_buffer("layer_scalar", torch.empty(1, dtype=self.config.params_dtype, device=device))
+
+    def forward(self, *args, **kwargs):
+        hidden_states, context = super().forward(*args, **kwargs)
+        assert isinstance(hidden_states, Tensor)
+        return hidden_states * self.layer_scalar, context

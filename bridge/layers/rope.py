@@ -54,7 +54,8 @@ def inverse_frequencies(dim: int, base: float, scaling: HfConfig | None) -> Tens
     `scaling` is None or {"rope_type": ...} with all keys of a Hugging Face config. Types: linear; Llama 3
     (https://arxiv.org/abs/2407.21783: long waves are stretched by `factor`, short ones kept, those between blended);
     YaRN (https://arxiv.org/abs/2309.00071, section 3.2); LongRoPE (https://arxiv.org/abs/2402.13753: a factor for each
-    plane). Raises ValueError for an unknown rope type.
+    plane); proportional (only the first planes turn, a share `partial_rotary_factor` of them). Raises ValueError for an
+    unknown rope type.
     """
     frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     kind = (scaling or {}).get("rope_type", "default")
@@ -62,6 +63,9 @@ def inverse_frequencies(dim: int, base: float, scaling: HfConfig | None) -> Tens
         return frequencies
     if kind == "linear":
         return frequencies / scaling["factor"]
+    if kind == "proportional":
+        turning = int(scaling["partial_rotary_factor"] * dim // 2)
+        return torch.where(torch.arange(dim // 2) < turning, frequencies / scaling["factor"], 0.0)
     if kind == "longrope":
         return frequencies / torch.tensor(scaling["short_factor"], dtype=torch.float32)
     if kind == "yarn":
@@ -74,7 +78,7 @@ def inverse_frequencies(dim: int, base: float, scaling: HfConfig | None) -> Tens
         # 0 for long waves (fully stretched), 1 for short ones (kept).
         kept = ((original_length / wavelengths - low) / (high - low)).clamp(0, 1)
     else:
-        raise ValueError(f"rope type {kind!r} is not supported: only default, linear, llama3, yarn and longrope are")
+        raise ValueError(f"rope type {kind!r} is not supported")
     return kept * frequencies + (1 - kept) * frequencies / scaling["factor"]
 
 

@@ -1,14 +1,17 @@
 """megatron-core's self-attention with the fused kernels of kernels/qkv.py, which split, normalize and rotate heads."""
 
+from copy import copy
 from typing import Any, cast
 
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.typed_torch import apply_module
 from torch import Tensor
 from torch.nn import Module
 
-from ..mapping.param_mapping import Architecture
+from ..mapping.param_mapping import Architecture, Layer
 from .packed_seqs import Documents
 
 
@@ -17,21 +20,63 @@ def supports_fused_heads(config: TransformerConfig) -> bool:
     architecture: Architecture = config.architecture  # type: ignore[attr-defined]
     assert config.num_query_groups is not None
     assert config.kv_channels is not None
-    has_head_rms_norm = config.normalization == "RMSNorm" and architecture.qk_norm == "head"
+    has_rms_norm = config.normalization == "RMSNorm" and architecture.qk_norm in ("head", "rotated")
     return (
         config.fuse_heads  # type: ignore[attr-defined]
         and not config.multi_latent_attention
-        and (has_head_rms_norm if config.qk_layernorm else architecture.qk_norm != "l2")
+        and (has_rms_norm if config.qk_layernorm else architecture.qk_norm != "l2")
         and config.num_query_groups >= config.tensor_model_parallel_size
         and config.kv_channels % 2 == 0
     )
 
 
-class FusedSelfAttention(SelfAttention):
+def heads_config(config: TransformerConfig, layer: Layer) -> TransformerConfig:
+    """Return the config with the layer's size and number of heads, or `config` itself if it has none of its own."""
+    if layer.head_dim is None and layer.groups is None:
+        return config
+    config = copy(config)
+    config.kv_channels = layer.head_dim or config.kv_channels
+    config.num_query_groups = layer.groups or config.num_query_groups
+    return config
+
+
+class LayerSelfAttention(SelfAttention):
+    """Self-attention whose heads can differ from those of other layers, and whose values can be its keys."""
+
+    def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, *args, **kwargs):
+        layers = config.architecture.layers  # type: ignore[attr-defined]
+        layer: Layer = layers[layer_number - 1] if layer_number <= len(layers) else Layer()
+        config = heads_config(config, layer)
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        self.has_values = layer.has_values
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args, **kwargs) -> Any:
+        """Return query, key and value, [sequence, batch, heads, dim]; the arguments are megatron-core's."""
+        if self.has_values:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        mixed, _ = apply_module(self.linear_qkv)(hidden_states)
+        # As in megatron-core: with fewer groups than ranks, adjacent ranks share one, and have a part of its queries.
+        sharers, rank = max(1, self.world_size // (self.config.num_query_groups or 1)), self.pg_collection.tp.rank()
+        if sharers > 1:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.pg_collection.tp)
+            mixed = mixed.chunk(self.world_size // sharers, dim=-1)[rank // sharers]
+        mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
+        query, value = mixed[..., :-1, :].flatten(-3, -2), mixed[..., -1, :]
+        if sharers > 1:
+            query = query.chunk(sharers, dim=-2)[rank % sharers]
+        key = value
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = apply_module(self.q_layernorm)(query), apply_module(self.k_layernorm)(key)
+        return query, key, value
+
+
+class FusedSelfAttention(LayerSelfAttention):
     """Self-attention with fused heads and megatron-core's parameter names."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        if isinstance(self.q_layernorm, IdentityOp):  # core attention has the norms, behind its rope
+            self.q_layernorm = self.k_layernorm = None
         core: Any = self.core_attention
         self.rope, core.rope = core.rope, None  # its queries and keys are already rotated
         # The value can be a view if attention takes its strides and the norms keep the QKV tensor in memory anyway.

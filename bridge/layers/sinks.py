@@ -1,4 +1,4 @@
-"""Attention with sinks: one more softmax logit per head, of a key that all queries attend to and that has no value.
+"""Attention with sinks or capped scores. A sink is one more softmax logit per head, of a key that has no value.
 
 GPT-OSS, https://arxiv.org/abs/2508.10925; after https://arxiv.org/abs/2309.17453. With L the log-sum-exp of a query's
 scores and s the sink, L' = log(exp L + exp s), and the output is the output without sinks times exp(L - L'). A flash
@@ -16,7 +16,8 @@ from torch import Tensor
 from ..kernels import usable
 from .packed_seqs import Segments
 
-MAX_HEAD_DIM = 128  # of kernels/attention.py: the sums of wider heads do not fit into registers
+MAX_HEAD_DIM = 128  # up to which kernels/attention.py is faster: the sums of wider heads do not fit into registers
+MAX_CAPPED_DIM = 256  # with caps on scores, which torch's kernels have not
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # query, key, value -> output, L [heads, tokens]
 # grad of output, query, key, value, output, L' -> grads of query, key, value
@@ -55,23 +56,34 @@ class KernelAttention(torch.autograd.Function):
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float | None,
+    sinks: Tensor | None,
+    cap: float | None = None,
 ) -> Tensor:
-    """Compute causal flash attention over segments: query [tokens, heads, dim], key and value [tokens, groups, dim]."""
+    """Compute causal flash attention over segments: query [tokens, heads, dim], key and value [tokens, groups, dim].
+
+    cap: see `Architecture.score_cap`. Raises ValueError where no kernel has caps for heads or documents of this size.
+    """
     # The Triton kernels index a document's elements with 32 bits.
     largest = max(max(segments.queries) * query.stride(0), max(segments.keys) * max(key.stride(0), value.stride(0)))
-    is_supported = query.shape[-1] <= MAX_HEAD_DIM and largest < 2**31 and usable(query)
-    passes = (_triton_passes if is_supported else _aten_passes)(
-        segments, query.shape[-1] ** -0.5 if scale is None else scale
-    )
+    dim = query.shape[-1]
+    is_supported = dim <= (MAX_HEAD_DIM if cap is None else MAX_CAPPED_DIM) and largest < 2**31 and usable(query)
+    if cap is not None and not is_supported:
+        raise ValueError(f"no kernel caps the scores of heads of {dim} over {max(segments.keys)} tokens of a document")
+    factor = dim**-0.5 if scale is None else scale
+    passes = _triton_passes(segments, factor, cap) if is_supported else _aten_passes(segments, factor)
     return KernelAttention.apply(query, key, value, sinks, *passes)  # type: ignore[return-value]
 
 
-def _triton_passes(segments: Segments, scale: float) -> tuple[Forward, Backward]:
+def _triton_passes(segments: Segments, scale: float, cap: float | None) -> tuple[Forward, Backward]:
     from ..kernels.attention import BLOCK, attend, attend_backward
 
     tiles, key_tiles = segments.tiles(BLOCK)
-    settings = {"tiles": tiles, "scale": scale, "window": segments.window}
+    settings = {"tiles": tiles, "scale": scale, "window": segments.window, "cap": cap}
     return partial(attend, **settings), partial(attend_backward, key_tiles=key_tiles, **settings)
 
 
@@ -92,9 +104,16 @@ def _aten_passes(segments: Segments, scale: float) -> tuple[Forward, Backward]:
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    dropout: float,
+    cap: float | None = None,
 ) -> Tensor:
-    """Compute attention with sinks, with all scores in memory.
+    """Compute attention with sinks or capped scores, with all scores in memory.
 
     query, key, value [batch, heads, length, dim]; mask [queries, keys], None: causal.
     """
@@ -103,7 +122,9 @@ def masked_attention(
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     scores = (query @ key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if cap is None else cap * (scores / cap).tanh()
     scores = scores.masked_fill(~mask, -torch.inf)
-    sinks = sinks.float().view(-1, 1, 1).expand(*scores.shape[:3], 1)
-    shares = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1].to(query.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    shares = scores.softmax(dim=-1)[..., : key.shape[2]].to(query.dtype)
     return F.dropout(shares, dropout) @ value

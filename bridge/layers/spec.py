@@ -5,7 +5,7 @@ from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -20,18 +20,19 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from ..kernels import usable
-from ..mapping.param_mapping import Architecture
+from ..mapping.param_mapping import Architecture, Layer
 from .attention import CoreAttention
 from .deepstack import DeepStackLayer
 from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet
 from .mla import LatentAttention, LatentAttentionSubmodules
-from .mlp import SwiGLU
+from .mlp import XIELU, SwiGLU
 from .moe import ExpertLayer
 from .norm import Norm, NormBuilder, WideNorm
-from .residual import ResidualAdd
+from .parallel_block import ParallelLayer
+from .residual import ResidualAdd, ScaledLayer
 from .router import Router
-from .self_attention import FusedSelfAttention, supports_fused_heads
+from .self_attention import FusedSelfAttention, LayerSelfAttention, heads_config, supports_fused_heads
 
 
 def block_spec(
@@ -47,9 +48,9 @@ def block_spec(
         pattern = [bool(moe) for moe in frequency]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     last = first + get_num_layers_to_build(config, vp_stage=vp_stage)
-    mixers = [layer.mixer for layer in config.architecture.layers]  # type: ignore[attr-defined]
-    local_layers = zip(pattern[first:last], mixers[first:last], strict=True)
-    specs = [_layer_spec(config, moe, transformer_engine, mixer) for moe, mixer in local_layers]
+    layers: tuple[Layer, ...] = config.architecture.layers  # type: ignore[attr-defined]
+    local_layers = zip(pattern[first:last], layers[first:last], strict=True)
+    specs = [_layer_spec(config, moe, transformer_engine, layer) for moe, layer in local_layers]
     vision = config.architecture.vision  # type: ignore[attr-defined]
     for number, spec in enumerate(specs, first):
         if vision and number < len(vision.deep_layers):
@@ -63,14 +64,16 @@ def block_spec(
 def mtp_spec(config: TransformerConfig, *, transformer_engine: bool) -> tuple[ModuleSpec, NormBuilder]:
     """Return the spec of a multi-token prediction layer, MoE if the model has experts, and its norm."""
     norm = _norm_builder(config, transformer_engine)
-    return _layer_spec(config, config.num_moe_experts is not None, transformer_engine), norm
+    return _layer_spec(config, config.num_moe_experts is not None, transformer_engine, Layer()), norm
 
 
 def _uses_engine_norms(config: TransformerConfig, transformer_engine: bool) -> bool:
     """Return whether to use Transformer Engine's norms: with FP8 they output FP8, else megaswift's are faster."""
-    if config.separates_norms:  # type: ignore[attr-defined]
+    architecture: Architecture = config.architecture  # type: ignore[attr-defined]
+    is_centred = config.normalization != "RMSNorm"
+    if config.separates_norms or (is_centred and not architecture.norm_bias):  # type: ignore[attr-defined]
         return False
-    return transformer_engine and bool(config.fp8 or config.normalization != "RMSNorm" or not usable())
+    return transformer_engine and bool(config.fp8 or is_centred or not usable())
 
 
 def _norm_builder(config: TransformerConfig, transformer_engine: bool):
@@ -81,7 +84,7 @@ def _norm_builder(config: TransformerConfig, transformer_engine: bool):
     return TENorm
 
 
-def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer: str = "attention") -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, layer: Layer) -> ModuleSpec:
     norm = branch_norm = _norm_builder(config, transformer_engine)
     recomputes_norms = config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or [])
     if norm is Norm and not recomputes_norms:  # recomputation frees all outputs of a norm
@@ -101,6 +104,9 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
     architecture: Architecture = config.architecture  # type: ignore[attr-defined]
     if not architecture.pre_norms:
         norm_column, separate_norm, branch_norm = column, IdentityOp, IdentityOp
+    norm_input = separate_norm
+    if architecture.parallel_block:  # two linears follow the norm, so it is separate
+        norm_input, norm_column, separate_norm = branch_norm, column, IdentityOp
     # megatron-core has one setting for the biases of all these linears; here each has its own.
     output = _with_bias(row, architecture.output_bias)
     fc1, fc2 = (_with_bias(linear, architecture.mlp_bias) for linear in (norm_column, row))
@@ -115,23 +121,23 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
                 "scale": architecture.residual_scale,
             },
         )
+    heads = heads_config(config, layer)
     attention = ModuleSpec(
-        module=FusedSelfAttention if supports_fused_heads(config) else SelfAttention,
+        module=FusedSelfAttention if layer.has_values and supports_fused_heads(heads) else LayerSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=norm_column,
+            linear_qkv=norm_column if layer.has_values else _without_values(norm_column, heads),
             core_attention=CoreAttention,  # pyright: ignore[reportArgumentType]
             linear_proj=output,
             q_layernorm=q_norm,
             k_layernorm=k_norm,
         ),
     )
-    norm_input = separate_norm
     if config.multi_latent_attention:
         # Two linears follow the norm, so it is separate.
         attention = ModuleSpec(module=LatentAttention, submodules=LatentAttentionSubmodules(column, row, norm))
         norm_input = branch_norm
-    elif mixer == "gated_delta_net":
+    elif layer.mixer == "gated_delta_net":
         attention = ModuleSpec(module=GatedDeltaNet, params={"in_proj": norm_column, "out_proj": row})
     if moe:
         shared = partial(SharedExperts, submodules=MLPSubmodules(column, row, SwiGLU))
@@ -139,25 +145,42 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
             ExpertLayer, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared)
         )
     else:
-        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, SwiGLU))
+        activation = XIELU if config.activation_func is XIELU else SwiGLU
+        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, activation))
     return ModuleSpec(
-        module=TransformerLayer,
+        module=_layer_class(architecture),
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_input,
             self_attention=attention,
             self_attn_bda=bias_dropout_add,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=branch_norm if moe else separate_norm,
+            pre_mlp_layernorm=branch_norm if moe and not architecture.parallel_block else separate_norm,
             mlp=mlp,
             mlp_bda=bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
 
 
+def _layer_class(architecture: Architecture) -> type[TransformerLayer]:
+    if architecture.parallel_block:
+        return ParallelLayer
+    return ScaledLayer if architecture.layer_scalar else TransformerLayer
+
+
+def _without_values(linear, heads: TransformerConfig):
+    """Return a builder of `linear` with as many fewer outputs as the values have."""
+
+    def build(inputs: int, outputs: int, **kwargs):
+        return linear(inputs, outputs - (heads.num_query_groups or 0) * (heads.kv_channels or 0), **kwargs)
+
+    return build
+
+
 def _head_norms(config: TransformerConfig, norm: NormBuilder) -> tuple[NormBuilder, NormBuilder]:
     """Return the builders of the queries' and the keys' norm."""
-    if not config.qk_layernorm:
+    qk_norm: str = config.architecture.qk_norm  # type: ignore[attr-defined]
+    if not config.qk_layernorm or qk_norm == "rotated":  # core attention has norms of rotated heads
         return IdentityOp, IdentityOp
-    if config.architecture.qk_norm == "head":  # type: ignore[attr-defined]
+    if qk_norm == "head":
         return norm, norm
     assert config.num_query_groups is not None
     return partial(WideNorm, config.num_attention_heads), partial(WideNorm, config.num_query_groups)

@@ -15,9 +15,13 @@ from .param_mapping import OUTPUT, TOWER, Architecture, MappingEntry, ParamKey, 
 
 # Transformer Engine fuses a norm into the linear layer that follows it.
 FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    f"{matrix}.layer_norm_{kind}": f"{norm}.{kind}"
+    for matrix, norm in (
+        ("self_attention.linear_qkv", "input_layernorm"),
+        ("self_attention.in_proj", "input_layernorm"),
+        ("mlp.linear_fc1", "pre_mlp_layernorm"),
+    )
+    for kind in ("weight", "bias")
 }
 LAYER = re.compile(r"(?:decoder|mtp)\.layers\.(\d+)\.((?:mtp_model_layer\.)?)(.+)")
 TOWER_LAYER = re.compile(r"(vision\.(?:layers|deep_mergers)\.)(\d+)(\..+)")

@@ -7,6 +7,7 @@ all ranks and cuts out the spans.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 HfConfig = dict[str, Any]  # a config.json
@@ -33,6 +34,9 @@ class Layer:
     rope: int | None = 0  # index into Architecture.ropes; None: no position embedding
     window: int | None = None  # a query attends to itself and the `window - 1` keys before it
     chunk: int | None = None  # a query attends within its block of `chunk` positions
+    head_dim: int | None = None  # of queries, keys and values; None: kv_channels
+    groups: int | None = None  # key heads; None: num_query_groups
+    has_values: bool = True  # a projection of their own; else values are the keys before norm and rope
 
 
 @dataclass(frozen=True)
@@ -96,17 +100,23 @@ class Architecture:
     max_positions: int
     ropes: tuple[Rope, ...]
     layers: tuple[Layer, ...]  # one per layer
+    layer_scalar: bool = False  # each layer's output is multiplied by a number of the checkpoint
     embedding_scale: float = 1.0  # factor on the embedding's output, in the model's dtype
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP
     logits_scale: float = 1.0  # divisor of the logits
+    logits_cap: float | None = None  # logits x become cap * tanh(x / cap), before any division
+    score_cap: float | None = None  # attention scores too, before the softmax
     pre_norms: bool = True  # norms on the inputs of attention and MLP
     post_norms: bool = False  # norms on their outputs
+    parallel_block: bool = False  # attention and MLP have the same input, the output of one norm
+    norm_bias: bool = True  # biases of LayerNorms
     output_bias: bool = False  # bias of attention's output projection; for queries, keys and values: add_qkv_bias
     mlp_bias: bool = False  # biases of both linear layers of dense MLPs
     sinks: bool = False  # a learned logit per head in addition to those of the keys
-    # With qk_layernorm in `transformer`: "head" (a norm per head) or "all" (one norm over all heads). Without it: "l2"
-    # divides each head by its root mean square after the rope, in layers with a rope.
+    # With qk_layernorm in `transformer`: "head" (a norm per head), "rotated" (one after the rope) or "all" (one for all
+    # heads). Without it: "l2" divides each head by its root mean square after the rope, in layers with a rope.
     qk_norm: str = "head"
+    value_norm: bool = False  # values of each head are divided by their root mean square
     query_growth: QueryGrowth | None = None
     expert_bias: bool = False  # biases of both linear layers of each expert
     routing: Routing | None = None  # None: the moe_router settings in `transformer` suffice
@@ -140,12 +150,13 @@ class ShardingKind:
 
     dim: the split dimension; None: replicated. spans(length, ranks, architecture): cover, in order and without a gap,
     the `length` positions along `dim` of the concatenated equal shards of all `ranks`. parts: replacements of {part} in
-    the Hugging Face name.
+    the Hugging Face name. is_scalar: the Hugging Face tensor has no dimension, and megatron-core's one element.
     """
 
     dim: int | None
     spans: Callable[[int, int, Architecture], list[Span]]
     parts: tuple[str, ...] = ("",)
+    is_scalar: bool = False
 
 
 def _full_span(length: int, ranks: int, architecture: Architecture) -> list[Span]:
@@ -157,16 +168,20 @@ def _padded_vocabulary(length: int, ranks: int, architecture: Architecture) -> l
     return [Span(0, 0, size), Span(None, 0, length - size)] if length > size else [Span(0, 0, size)]
 
 
-def _query_groups(length: int, ranks: int, architecture: Architecture) -> list[Span]:
-    """Lay out each query group as its query heads, its key head, its value head.
+def _query_groups(
+    length: int, ranks: int, architecture: Architecture, groups: int | None = None, has_values: bool = True
+) -> list[Span]:
+    """Lay out each query group as its query heads, its key head, its value head (if `has_values`).
 
+    groups: their number, by default that of the architecture.
     The order does not depend on `ranks`. With fewer groups than ranks megatron-core still splits the tensor equally,
     and a rank gathers its group's activations (megatron.core.transformer.attention, `num_query_groups < world_size`).
     """
-    heads, groups = architecture.transformer["num_attention_heads"], architecture.transformer["num_query_groups"]
-    head_dim = length // (heads + 2 * groups)
-    sizes = (heads // groups * head_dim, head_dim, head_dim)
-    return [Span(part, g * size, (g + 1) * size) for g in range(groups) for part, size in enumerate(sizes)]
+    heads, parts = architecture.transformer["num_attention_heads"], 2 if has_values else 1
+    count: int = groups or architecture.transformer["num_query_groups"]
+    head_dim = length // (heads + parts * count)
+    sizes = (heads // count * head_dim, *[head_dim] * parts)
+    return [Span(part, g * size, (g + 1) * size) for g in range(count) for part, size in enumerate(sizes)]
 
 
 def _gate_and_up(length: int, ranks: int, architecture: Architecture) -> list[Span]:
@@ -182,12 +197,19 @@ def _fused_gate_and_up(length: int, ranks: int, architecture: Architecture) -> l
 
 
 REPLICATED = ShardingKind(None, _full_span)
+SCALAR = ShardingKind(None, _full_span, is_scalar=True)
 COLUMN = ShardingKind(0, _full_span)  # split by output features
 ROW = ShardingKind(1, _full_span)  # split by input features
 VOCAB = ShardingKind(0, _padded_vocabulary)
 QKV = ShardingKind(0, _query_groups, ("q", "k", "v"))
 GATE_UP = ShardingKind(0, _gate_and_up, ("gate", "up"))
 FUSED_GATE_UP = ShardingKind(0, _fused_gate_and_up)
+
+
+def qkv_of_groups(groups: int, *, has_values: bool) -> ShardingKind:
+    """Return the kind of a QKV matrix with another number of key heads than the architecture's, or without values."""
+    parts = ("q", "k", "v") if has_values else ("q", "k")
+    return ShardingKind(0, partial(_query_groups, groups=groups, has_values=has_values), parts)
 
 
 @dataclass(frozen=True)
@@ -296,6 +318,8 @@ class MappingEntry(NamedTuple):
 
     def hf_shapes(self, shard: Sequence[int], spans: Iterable[Span]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the Hugging Face tensors in `spans` by name (of one expert, if stacked)."""
+        if self.kind.is_scalar:
+            return dict.fromkeys(self.hf, ())
         lengths = [0] * len(self.hf)
         for span in spans:
             if span.part is not None and span.length:

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from .. import runtime
 from ..kernels import usable
+from ..layers.mlp import XIELU
 from ..mapping import fp8
 from ..mapping.param_mapping import Architecture, TransformerArgs
 from ..options import BuildOptions, RecomputeOptions
@@ -22,6 +23,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
     "quick_gelu": quick_gelu,
     "relu2": squared_relu,
+    "xielu": XIELU,  # a module in each layer: see layers/spec.py
 }
 
 
@@ -95,7 +97,8 @@ def transformer_config(
     config.accumulate_in_experts = options.gradient_accumulation_fusion and has_fused_kernels  # type: ignore[attr-defined]
     config.accumulate_in_matmul = options.gradient_accumulation_fusion and on_gpu  # type: ignore[attr-defined]
     # megatron-core's fused SwiGLU uses torch.compile. Ours (layers/mlp.py) replaces Transformer Engine's.
-    config.use_te_activation_func = config.bias_activation_fusion and config.gated_linear_unit
+    is_fused = config.bias_activation_fusion and config.gated_linear_unit
+    config.use_te_activation_func = is_fused or config.activation_func is XIELU
     return config
 
 

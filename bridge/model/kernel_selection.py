@@ -88,14 +88,20 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
     use_engine = is_explicit or (options.transformer_impl == "auto" and has_engine and bool(options.fp8_format))
     fp8.check(options, dtype, transformer_engine=use_engine)
     precision = f"{options.fp8_format}, {options.fp8_recipe}" if options.fp8_format else None
+    has_triton = usable(torch.empty(0, device=runtime.device()))
     # Flash kernels need half precision and head sizes that are multiples of eight.
     if dtype == torch.float32 or not on_gpu or any(size % 8 for size in _head_sizes(architecture)):
         attention = "sdpa"
-    elif has_engine and "local" not in (options.transformer_impl, options.attention_backend) and not architecture.sinks:
-        # It supports no sinks for packed documents.
+    elif (
+        has_engine
+        and "local" not in (options.transformer_impl, options.attention_backend)
+        and not architecture.sinks  # it supports no sinks for packed documents, and no caps on scores
+        and architecture.score_cap is None
+    ):
         attention = "transformer_engine"
     else:
-        attention = "sdpa" if options.attention_backend == "unfused" else "varlen"
+        is_plain = options.attention_backend == "unfused" or (architecture.score_cap is not None and not has_triton)
+        attention = "sdpa" if is_plain else "varlen"
     delta_nets = None
     if any(layer.mixer == "gated_delta_net" for layer in architecture.layers):
         delta_nets = delta_kernels(dtype, on_gpu=on_gpu, deterministic=options.deterministic_mode)

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from ..layers.logprobs import OutputMatrix, label_log_probs, log_probs_and_entropies
+from ..layers.logprobs import OutputMatrix, chunk_logits, label_log_probs, log_probs_and_entropies
 from ..layers.mtp import shift_left
 from ..layers.packed_seqs import to_device
 from ..layers.pooling import add_zero_gradient, last_tokens, mean_tokens
@@ -149,7 +149,8 @@ class Logits:
         model, hidden = stage.model, stage.hidden_states
         if model.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=model.groups.tp)
-        logits = (hidden.transpose(0, 1) @ stage.output_matrix().t()).float() / model.architecture.logits_scale
+        weight, cap = stage.output_matrix(), model.architecture.logits_cap
+        logits = chunk_logits(hidden.transpose(0, 1), weight, len(weight), cap) / model.architecture.logits_scale
         shards = [torch.empty_like(logits) for _ in range(model.groups.tp.size())]
         dist.all_gather(shards, logits.contiguous(), group=model.groups.tp)
         return torch.cat(shards, -1)[..., : model.architecture.vocab_size]
@@ -174,4 +175,5 @@ def _output_matrix(stage: LastStage) -> OutputMatrix:
         sequence_parallel=model.config.sequence_parallel,
         positions=stage.documents.loss_positions,
         accumulate=model.config.accumulate_in_matmul,  # pyright: ignore[reportAttributeAccessIssue]
+        cap=model.architecture.logits_cap,
     )

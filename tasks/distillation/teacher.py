@@ -53,6 +53,7 @@ class Teacher:
         self.student, self.student_scale = student, student.architecture.logits_scale
         self.beta, self.temperature = options.beta, options.sampling.temperature
         self.top, self.vocab_size, self.scale = options.teacher.gkd_logits_topk, student.architecture.vocab_size, 1.0
+        self.cap: float | None = None
         self.weight: Tensor | None = None  # output matrix, split as the student's, always on the device
         self.flops: Flops | None = None  # of its forward passes in these processes
         self.resharded: ReshardedOutputs | None = None  # None: in the student's layout
@@ -69,6 +70,7 @@ class Teacher:
             self._build(role.run, options)
         architecture = self.model.architecture
         self.vocab_size, self.scale = min(self.vocab_size, architecture.vocab_size), architecture.logits_scale
+        self.cap = architecture.logits_cap
         self.flops = Flops.of_model(self.model)
         self.shared_encoder = None if role.has_own_layout else shared_encoder(student, self.model)
         if self.shared_encoder:
@@ -137,7 +139,13 @@ class Teacher:
             assert self.weight is not None
             temperatures = student_temperature, self.scale * self.temperature
             divergences = divergence(
-                hidden, shared, extras.values, self.weight, beta=self.beta, temperatures=temperatures
+                hidden,
+                shared,
+                extras.values,
+                self.weight,
+                beta=self.beta,
+                temperatures=temperatures,
+                teacher_cap=self.cap,
             )
         if not likelihood:
             return divergences

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ...bridge.mapping.param_mapping import Layer
+
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
@@ -72,13 +74,19 @@ class Flops:
         head_dim = sizes.kv_channels or hidden // heads
         groups = sizes.num_query_groups or heads
         queries = 2 * heads if sizes.attention_output_gate else heads  # each with its gate
-        attention = hidden * (queries + 2 * groups) * head_dim + heads * head_dim * hidden
-        pair = 4 * heads * head_dim
-        if sizes.multi_latent_attention:
-            attention, pair = _latent_attention(sizes)
-        mixers = [layer.mixer for layer in sizes.architecture.layers]  # type: ignore[attr-defined]
-        delta_layers = mixers.count("gated_delta_net")
-        attention_layers = sizes.num_layers - delta_layers
+
+        def attention_of(layer: Layer) -> tuple[int, int]:
+            """Return a layer's parameters, and its FLOPs for a pair of query and key."""
+            if sizes.multi_latent_attention:
+                return _latent_attention(sizes)
+            dim, projections = layer.head_dim or head_dim, 2 if layer.has_values else 1
+            width = queries + projections * (layer.groups or groups) + heads
+            return hidden * width * dim, 4 * heads * dim
+
+        layers: tuple[Layer, ...] = sizes.architecture.layers  # type: ignore[attr-defined]
+        attention_layers = [layer for layer in layers if layer.mixer == "attention"]
+        delta_layers = len(layers) - len(attention_layers)
+        attention, pair = attention_of(Layer())
         matrices = 3 if sizes.gated_linear_unit else 2
         dense_ffn = sizes.ffn_hidden_size or 4 * hidden
         dense = matrices * hidden * dense_ffn
@@ -92,17 +100,19 @@ class Flops:
             expert_width = sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or dense_ffn)
             expert_width += sizes.moe_shared_expert_intermediate_size or 0
             sparse = hidden * sizes.num_moe_experts + matrices * hidden * expert_width
-        parameters = attention_layers * attention + moe_layers * sparse + (sizes.num_layers - moe_layers) * dense
+        parameters = sum(attention_of(layer)[0] for layer in attention_layers)
+        parameters += moe_layers * sparse + (sizes.num_layers - moe_layers) * dense
         if delta_layers:
             parameters += delta_layers * _delta_net(sizes)
         depths = sizes.architecture.mtp_depths  # type: ignore[attr-defined]
         parameters += depths * (2 * hidden * hidden + attention + (sparse or dense))
-        layers = sizes.architecture.layers  # type: ignore[attr-defined]
-        limited_layers = Counter((layer.window, layer.chunk) for layer in layers if layer.window or layer.chunk)
-        limited = tuple((window, chunk, pair * count) for (window, chunk), count in limited_layers.items())
-        full_attention = attention_layers + depths - limited_layers.total()
+        pairs: Counter[tuple[int | None, int | None]] = Counter()
+        for layer in attention_layers:
+            pairs[layer.window, layer.chunk] += attention_of(layer)[1]
+        full_attention = pairs.pop((None, None), 0) + depths * pair
+        limited = tuple((window, chunk, flops) for (window, chunk), flops in pairs.items())
         output = hidden * vocab_size
-        return cls(parameters + (1 + depths) * output, pair * full_attention, limited, 0 if depths else output, trained)
+        return cls(parameters + (1 + depths) * output, full_attention, limited, 0 if depths else output, trained)
 
     def training(self, lengths: Iterable[int], scored: int | None = None) -> int:
         """Return the FLOPs of training on documents of these lengths (tokens), each attending causally to itself.

@@ -75,10 +75,15 @@ def count_parameters(hf_config: HfConfig, transformers_config: Any) -> ModelPara
     transformers_config: the same as transformers' config
     Raises ValueError for a model with tensors whose shapes are not known.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     family = family_of(hf_config)
     architecture = family.describe(hf_config, vision=family.vision is not None and "vision_config" in hf_config)
     with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in empty_model(transformers_config).state_dict().items()}
+        empty = empty_model(transformers_config)
+        tensors = empty.state_dict()
+        tensors |= revert_weight_conversion(empty, tensors)  # some have other names in checkpoints
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     model = ModelParameters(
         [Parameters() for _ in range(architecture.transformer["num_layers"])], tied=architecture.tied
     )

@@ -50,6 +50,10 @@ def _matrix(model: Model, name: str, parameter: Any, *, split_qkv: bool) -> Matr
     dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
     heads: tuple[int, ...] = ()
     if split_qkv and name.endswith("self_attention.linear_qkv.weight"):
+        if any(layer.head_dim or layer.groups for layer in model.architecture.layers):
+            raise ValueError(
+                "--muon_split_qkv true: this model's layers have heads of different sizes. Set it to false"
+            )
         queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
         heads = (queries,) * (1 + config.attention_output_gate) + (config.kv_channels,) * 2
         if len(parameter) % sum(heads):

@@ -63,6 +63,7 @@ TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "vir
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 SP, LAYOUT = "sequence_parallel", "pipeline_model_parallel_layout"
 ACCOUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+RECOMPUTE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Every layout that a Tiny may name, by the number of processes. "" is one process: every Tiny is tested in it.
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"": {}},
@@ -78,6 +79,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "EP2": {EP: 2},
         "TP2 SP ETP2": {TP: 2, SP: True, ETP: 2},
         "TP2 SP EP2": {TP: 2, SP: True, EP: 2},
+        "TP2 SP recompute": {TP: 2, SP: True} | RECOMPUTE_LAYERS,
+        "PP2 recompute parts": {PP: 2, "recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
     },
     4: {
         "TP4 SP": {TP: 4, SP: True},
@@ -92,6 +95,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 # What a family names as a rule; a few name more of the others.
 DENSE = ("TP2", "TP2 SP", "PP2", "CP2")
+RECOMPUTE = ("TP2 SP recompute", "PP2 recompute parts")  # for families with layers of their own
 MOE = ("TP2 SP ETP2", "PP2", "EP2", "TP2 SP EP2", "CP2")  # megatron-core trains experts under TP with SP only
 
 Tensors = dict[str, Any]  # by name: torch tensors

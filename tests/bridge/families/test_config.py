@@ -19,6 +19,7 @@ from tests import tiny
 
 # What a family asks for by name, where transformers' config has no default, or one that makes no model.
 ASKED = {
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
 }
@@ -32,12 +33,14 @@ def test_missing_keys_take_the_defaults_of_transformers(family):
     asked = ASKED.get(family.name, {})
     about = family.describe({"architectures": list(family.architectures[:1]), **asked})
     config = CONFIG_MAPPING[family.name](**asked)
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4: heads differ between layers
     given = about.transformer
     assert given["num_layers"] == len(about.layers) == config.num_hidden_layers
     assert given["hidden_size"] == config.hidden_size
     heads = config.num_attention_heads
     assert given["num_attention_heads"] == heads
-    assert given["layernorm_epsilon"] == config.rms_norm_eps
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
+    assert given["layernorm_epsilon"] == next(getattr(config, name) for name in names if hasattr(config, name))
     is_tied = (
         CONFIG_MAPPING[OUTER[family.name]]().tie_word_embeddings if family.name in OUTER else config.tie_word_embeddings
     )
@@ -47,7 +50,7 @@ def test_missing_keys_take_the_defaults_of_transformers(family):
         assert given["qk_head_dim"] == config.qk_nope_head_dim
         assert (given["q_lora_rank"], given["kv_lora_rank"]) == (config.q_lora_rank, config.kv_lora_rank)
     else:
-        assert given["num_query_groups"] == config.num_key_value_heads
+        assert given["num_query_groups"] == (config.num_key_value_heads or heads)  # Nemotron: None
         assert given["kv_channels"] == (getattr(config, "head_dim", None) or config.hidden_size // heads)
     wide = "intermediate_size_mlp" if family.name == "llama4_text" else "intermediate_size"
     if getattr(config, wide, None):
@@ -57,6 +60,8 @@ def test_missing_keys_take_the_defaults_of_transformers(family):
     assert [rope.base for rope in about.ropes] == [rope["rope_theta"] for rope in named]
     if not given.get("multi_latent_attention"):
         turning = [given["kv_channels"] * rope.get("partial_rotary_factor", 1.0) for rope in named]
+        if family.name.startswith("gemma4"):  # wide heads, whose planes are all there: some do not turn
+            turning[0] = config.per_layer_config["full_attention"].head_dim
         assert [rope.dim for rope in about.ropes] == turning
     kinds = getattr(config, "layer_types", None)
     if kinds and "sliding_attention" in kinds:
@@ -173,12 +178,36 @@ def test_which_layers_have_experts(step, dense):
         ("smollm3", {"layer_types": ["sliding_attention"] * 36}, "sliding_attention, and use_sliding_window false"),
         ("olmo3", {"rope_theta": 1e6}, "rope_theta 1000000.0, which transformers' Olmo3 gives"),
         ("olmo3", {"rope_parameters": {"rope_theta": 1e6}}, "one set of rope_parameters: set full_attention"),
-        ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace 3, which transformers' Glm4MoeLite ign"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace 3, which transformers' class ignores"),
         ("glm4_moe_lite", {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]}, "with dense layers first"),
         ("ministral3", {"rope_theta": 1e4}, "rope_theta 10000.0 and no rope_parameters: transformers' class then"),
         ("ministral3", {"rope_parameters": {"rope_theta": 1e6}}, "without llama_4_scaling_beta or original_max_pos"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' and no layer_types"),
         ("exaone4", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "and no sliding_window"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm True; this family is supported with False only"),
+        ("cohere2", {"sliding_window": None, "layer_types": ["sliding_attention"] * 40}, "and no sliding_window"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True; this family is supp"),
+        (
+            "starcoder2",
+            {"norm_type": "rms_norm"},
+            "norm_type 'rms_norm'; this family is supported with 'layer_norm' on",
+        ),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act 'silu'; this family is supported with 'xielu' only"),
+        ("gemma4_text", {}, "hidden_size_per_layer_input 256; this family is supported with 0 only"),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 0, "per_layer_config": {"3": {"head_dim": 16}}},
+            "head_dim and num_key_value_heads, the same for each layer with full_attention",
+        ),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 0, "enable_moe_block": True},
+            "enable_moe_block True; this family is supported with False only",
+        ),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm False; this family is supported with True only"),
+        ("hunyuan_v1_moe", {"use_cla": True}, "use_cla True; this family is supported with False only"),
+        ("hunyuan_v1_moe", {"num_experts": [8, 16]}, r"num_experts that differs between layers: \[8, 16\]"),
+        ("hunyuan_v1_moe", {"num_shared_expert": [2] * 32}, "num_shared_expert 2; transformers' class takes 1"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .* one number for each of 36 layers"),
     ],
 )

@@ -13,7 +13,7 @@ from megaswift.bridge.checkpoint.conversion_report import unmapped_reasons
 from megaswift.bridge.checkpoint.passthrough import passthrough_names
 from megaswift.bridge.families import family_of
 from megaswift.bridge.layers.rope import make_rotary_rule
-from megaswift.bridge.mapping.param_mapping import Architecture, MappingEntry, ParamKey, expand_mappings
+from megaswift.bridge.mapping.param_mapping import Architecture, Layer, MappingEntry, ParamKey, expand_mappings
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -21,11 +21,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from tests.bridge.families.published import MODELS
 
 
-def sizes(name: str, about: Architecture) -> tuple[int, ...]:
+def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
     """The shape of megatron-core's whole tensor `name`, from the architecture alone."""
     of, (name, kind) = about.transformer, name.rsplit(".", 1)
     last = name.rsplit(".", 1)[-1]
-    hidden, heads, head = of["hidden_size"], of["num_attention_heads"], of["kv_channels"]
+    hidden, heads, head = of["hidden_size"], of["num_attention_heads"], layer.head_dim or of["kv_channels"]
+    groups = layer.groups or of["num_query_groups"]
     latent = of.get("multi_latent_attention", False)
     values, keys = of.get("linear_num_value_heads", 0), of.get("linear_num_key_heads", 0)
     mixed = 2 * keys * of.get("linear_key_head_dim", 0) + values * of.get("linear_value_head_dim", 0)
@@ -38,14 +39,14 @@ def sizes(name: str, about: Architecture) -> tuple[int, ...]:
         inner = of["moe_shared_expert_intermediate_size"]
     normed = {
         "q_layernorm": of.get("q_lora_rank") if latent else head * (heads if about.qk_norm == "all" else 1),
-        "k_layernorm": head * (of["num_query_groups"] if about.qk_norm == "all" else 1),
+        "k_layernorm": head * (groups if about.qk_norm == "all" else 1),
         "kv_layernorm": of.get("kv_lora_rank"),
     }
     queries = 2 * heads if of.get("attention_output_gate") else heads
     shape = {
         "word_embeddings": (about.vocab_size, hidden),
         "output_layer": (about.vocab_size, hidden),
-        "linear_qkv": ((queries + 2 * of["num_query_groups"]) * head, hidden),
+        "linear_qkv": ((queries + (2 if layer.has_values else 1) * groups) * head, hidden),
         "linear_proj": (hidden, attended),
         "linear_q_proj": (heads * (plain + turning), hidden),
         "linear_q_down_proj": (of.get("q_lora_rank"), hidden),
@@ -55,7 +56,7 @@ def sizes(name: str, about: Architecture) -> tuple[int, ...]:
         "in_proj": (mixed + values * (of.get("linear_value_head_dim", 0) + 2), hidden),
         "conv1d": (mixed, 1, of.get("linear_conv_kernel_dim")),
         "out_proj": (hidden, values * of.get("linear_value_head_dim", 0)),
-        "linear_fc1": (2 * inner, hidden),
+        "linear_fc1": ((2 if of["gated_linear_unit"] else 1) * inner, hidden),
         "linear_fc2": (hidden, inner),
         "router": (of.get("num_moe_experts"), hidden),
         "eh_proj": (hidden, 2 * hidden),
@@ -64,6 +65,8 @@ def sizes(name: str, about: Architecture) -> tuple[int, ...]:
         return (1, of["num_moe_experts"])
     if kind in ("softmax_offset", "A_log", "dt_bias", "gate_weight"):
         return {"softmax_offset": (heads,), "gate_weight": (1, hidden)}.get(kind, (values,))
+    if last == "activation_func" or kind == "layer_scalar":
+        return (1,)
     if name.endswith("self_attention.norm"):
         return (of["linear_value_head_dim"],)
     if shape is None:
@@ -75,10 +78,13 @@ def tensors(entries: dict[ParamKey, MappingEntry], about: Architecture) -> dict[
     """The shapes of all Hugging Face tensors of the table, by name."""
     found, shapes = {}, {}
     for key, entry in entries.items():
-        if key.name not in shapes:
-            whole = sizes(key.name, about)
-            shapes[key.name] = list(entry.hf_shapes(whole, entry.spans(whole, 1, about)).values())
-        found |= {name: entry.stored_shape(shape) for name, shape in zip(entry.hf, shapes[key.name], strict=True)}
+        is_decoder = key.name.startswith("decoder.") and key.layer is not None
+        layer = about.layers[key.layer] if is_decoder else Layer()
+        alike = key.name, layer
+        if alike not in shapes:
+            whole = sizes(key.name, about, layer)
+            shapes[alike] = list(entry.hf_shapes(whole, entry.spans(whole, 1, about)).values())
+        found |= {name: entry.stored_shape(shape) for name, shape in zip(entry.hf, shapes[alike], strict=True)}
     return found
 
 

@@ -8,12 +8,14 @@ CASES = {
     "documents": {"lengths": (5, 130, 1)},
     "many heads to a key": {"lengths": (70, 3), "heads": 8},
     "windows": {"lengths": (90, 7), "reach": AttentionSpan(window=50)},
+    "capped scores": {"lengths": (70, 3), "cap": 0.8, "reach": AttentionSpan(window=50)},
+    "capped scores of wide heads": {"lengths": (40, 3), "cap": 0.8, "dim": 136},
     "one of two ranks": {"lengths": (8, 140), "cp_size": 2},
     "one of two ranks, windows": {"lengths": (8, 132), "cp_size": 2, "reach": AttentionSpan(window=21)},
 }
 
 
-def plain(query, key, value, segments, scale):
+def plain(query, key, value, segments, scale, cap):
     outputs, log_sums = [], []
     repeat = query.shape[1] // key.shape[1]
     for q, k, v in zip(
@@ -25,6 +27,7 @@ def plain(query, key, value, segments, scale):
         if segments.window:
             met &= torch.arange(len(k)) > at - segments.window
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        scores = scores if cap is None else cap * (scores / cap).tanh()
         scores = scores.masked_fill(~met, -torch.inf)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
         log_sums.append(scores.logsumexp(-1))
@@ -44,11 +47,11 @@ def test_attention(case, device):
 
     def random(tokens, heads):
         # Heads lie in wider rows, as where they are views.
-        return torch.randn(tokens, 2 * heads, 16, generator=generator, dtype=torch.float64)[:, ::2].requires_grad_()
+        return torch.randn(tokens, 2 * heads, dim, generator=generator, dtype=torch.float64)[:, ::2].requires_grad_()
 
-    heads = CASES[case].get("heads", 4)
+    heads, dim, cap = (CASES[case].get(key, value) for key, value in (("heads", 4), ("dim", 16), ("cap", None)))
     inputs = random(sum(segments.queries), heads), random(sum(segments.keys), 2), random(sum(segments.keys), 2)
-    expected, log_sum = plain(*inputs, segments, 0.3)
+    expected, log_sum = plain(*inputs, segments, 0.3, cap)
     slopes = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     exact = torch.autograd.grad(expected, inputs, slopes)
 
@@ -60,7 +63,7 @@ def test_attention(case, device):
 
     tiles, key_tiles = segments.tiles(BLOCK)
     query, key, value = map(here, inputs)
-    found = attend(query, key, value, tiles, 0.3, segments.window)
-    grads = attend_backward(here(slopes), query, key, value, *found, tiles, key_tiles, 0.3, segments.window)
+    found = attend(query, key, value, tiles, 0.3, segments.window, cap)
+    grads = attend_backward(here(slopes), query, key, value, *found, tiles, key_tiles, 0.3, segments.window, cap)
     for mine, reference in zip((*found, *grads), (expected, log_sum, *exact), strict=True):
         torch.testing.assert_close(mine.double().cpu(), reference.detach(), rtol=bound, atol=bound)

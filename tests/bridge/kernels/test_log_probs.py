@@ -33,11 +33,12 @@ def inputs(device, monkeypatch):
     return hidden.requires_grad_(), weight.requires_grad_(), labels, slopes
 
 
-def exact(hidden, weight, labels, slopes, temperature):
+def exact(hidden, weight, labels, slopes, temperature, cap=None):
     """Log-probabilities, and the gradients of hidden and weight."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    logits = hidden.transpose(0, 1) @ weight[:VOCAB].t() / temperature
-    found = logits.log_softmax(-1).gather(2, labels[..., None]).squeeze(2)
+    logits = hidden.transpose(0, 1) @ weight[:VOCAB].t()
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    found = (logits / temperature).log_softmax(-1).gather(2, labels[..., None]).squeeze(2)
     return found, *torch.autograd.grad(found, (hidden, weight), slopes.double())
 
 
@@ -51,13 +52,13 @@ def waiting(module) -> int:
     return sum(len(kept.chunks) for kept in module._KeptLogits.instances)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_kept_and_computed_again(alone, inputs, temperature, monkeypatch):
+@pytest.mark.parametrize(("temperature", "cap"), [(1.0, None), (0.7, None), (0.7, 3.0)])
+def test_kept_and_computed_again(alone, inputs, temperature, cap, monkeypatch):
     """The numbers are the same however many chunks are kept, and for a second backward pass."""
     from megaswift.bridge.kernels import log_probs
 
     hidden, weight, labels, slopes = inputs
-    output = OutputMatrix(weight, VOCAB, alone)
+    output = OutputMatrix(weight, VOCAB, alone, cap=cap)
     monkeypatch.setattr(log_probs, "_chunks", lambda hidden, columns: [slice(0, 4), slice(4, 8), slice(8, 10)])
     several = []
     for room, kept in ((0, 0), (4 * 128 * 4, 1), (2**20, 3)):
@@ -67,7 +68,7 @@ def test_kept_and_computed_again(alone, inputs, temperature, monkeypatch):
         for again in (True, False):
             several.append((found.detach(), *torch.autograd.grad(found, (hidden, weight), slopes, retain_graph=again)))
             assert waiting(log_probs) == 0
-    gather_or_raise(several[0], exact(*inputs, temperature))
+    gather_or_raise(several[0], exact(*inputs, temperature, cap))
     for other in several[1:]:
         assert all(torch.equal(mine, first) for mine, first in zip(other, several[0], strict=True))
     with torch.no_grad():
@@ -133,7 +134,7 @@ def test_of_what_is_frozen_no_gradient_is_made(alone, inputs, frozen):
 
 def test_columns_on_three_ranks(inputs):
     """Labels are on one rank of three; the second has the padding, and the third nothing else."""
-    from megaswift.bridge.kernels.log_probs import LabelLogProbs
+    from megaswift.bridge.kernels.log_probs import LabelLogProbs, LogitForm
 
     hidden, weight, labels, slopes = inputs
     log_probs, grad_hidden, grad_weight = exact(*inputs, 0.7)
@@ -143,10 +144,8 @@ def test_columns_on_three_ranks(inputs):
     held = []
 
     def call(rank, over_ranks):
-        columns = min(36, max(0, VOCAB - 36 * rank))
-        return LabelLogProbs.apply(
-            flat, parts[rank], labels.reshape(-1), 36 * rank, columns, 0.7, over_ranks, True, False, False
-        )[0]
+        form = LogitForm(36 * rank, min(36, max(0, VOCAB - 36 * rank)), 1 / 0.7)
+        return LabelLogProbs.apply(flat, parts[rank], labels.reshape(-1), form, over_ranks, True, False, False)[0]
 
     for rank in range(3):
         call(rank, lambda sums, chosen, _: (held.append((sums, chosen)), (sums, chosen, None))[1])

@@ -52,8 +52,10 @@ def test_agrees_with_the_formula(device, shape, zero_centred, beside):
 
 
 @pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", [(70, 72), (5, 3, 1152), (3, 5000), (0, 64)], ids=["rows", "planes", "wide", "none"])
-def test_layer_norm_agrees_with_torch(device, shape, has_residual):
+def test_layer_norm_agrees_with_torch(device, shape, has_bias, zero_centred, has_residual):
     from megaswift.bridge.kernels.norm import layer_norm, layer_norm_with_residual
 
     torch.manual_seed(0)
@@ -63,14 +65,15 @@ def test_layer_norm_agrees_with_torch(device, shape, has_residual):
     results = []
     for dtype in (torch.float32, torch.float64):
         x, weight, bias = (tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs)
+        shift = bias if has_bias else None
         if dtype == torch.float64:
-            output, residual = torch.nn.functional.layer_norm(x, size, weight, bias, EPS), x
+            output, residual = torch.nn.functional.layer_norm(x, size, weight + zero_centred, shift, EPS), x
         elif has_residual:
-            output, residual = layer_norm_with_residual(x, weight, bias, EPS)
+            output, residual = layer_norm_with_residual(x, weight, shift, EPS, zero_centred=zero_centred)
         else:
-            output, residual = layer_norm(x, weight, bias, EPS), x
+            output, residual = layer_norm(x, weight, shift, EPS, zero_centred=zero_centred), x
         ((output * slopes[0]).sum() + (residual * slopes[1]).sum() * has_residual).backward()
-        results.append((output.detach(), x.grad, weight.grad, bias.grad))
+        results.append((output.detach(), x.grad, weight.grad, *([bias.grad] if has_bias else [])))
     for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=5e-5)
 

@@ -29,6 +29,7 @@ CASES = {
     "some": {"vocab_size": 21, "scored": SCORED, "sequence_parallel": False},
     "sequence parallel": {"vocab_size": 21, "scored": None, "sequence_parallel": True},
     "few": {"vocab_size": 11, "scored": SCORED, "sequence_parallel": True},
+    "capped": {"vocab_size": 21, "scored": None, "sequence_parallel": True, "caps": (2.0, 3.0)},
 }
 
 
@@ -39,7 +40,15 @@ def random(*shape: int, seed: int) -> Tensor:
 class Sides:
     """The student's and the teacher's tensors, whole and this rank's."""
 
-    def __init__(self, vocab_size: int, scored: list[int] | None, sequence_parallel: bool, group: Any):
+    def __init__(
+        self,
+        vocab_size: int,
+        scored: list[int] | None,
+        sequence_parallel: bool,
+        group: Any,
+        caps: tuple[float | None, float | None] = (None, None),
+    ):
+        self.caps = caps  # of the student's and the teacher's logits
         self.vocab_size, self.rank, world = vocab_size, dist.get_rank(group), dist.get_world_size(group)
         self.hidden = random(SEQUENCE, BATCH, SIZE, seed=1).requires_grad_()
         self.weight = random(PADDED, SIZE, seed=2)
@@ -66,26 +75,33 @@ class Sides:
         }
         positions = None if scored is None else torch.tensor(scored)
         self.output = logprobs.OutputMatrix(
-            self.local["weight"], vocab_size, group, sequence_parallel=sequence_parallel, positions=positions
+            self.local["weight"],
+            vocab_size,
+            group,
+            sequence_parallel=sequence_parallel,
+            positions=positions,
+            cap=caps[0],
         )
 
     def divergence(self, **settings: Any) -> Tensor:
+        settings |= {"teacher_cap": self.caps[1]}
         return divergence.divergence(self.local["hidden"], self.output, **self.teacher, **settings)
 
     def top_divergence(self, log_probs: Tensor, ids: Tensor, **settings: Any) -> Tensor:
         return divergence.top_divergence(self.local["hidden"], self.output, log_probs, ids, **settings)
 
     def top_log_probs(self, k: int) -> tuple[Tensor, Tensor]:
-        output = replace(self.output, weight=self.teacher["teacher_weight"])
+        output = replace(self.output, weight=self.teacher["teacher_weight"], cap=self.caps[1])
         return divergence.top_log_probs(self.teacher["teacher_hidden"], output, k)
 
     def log_probs(self, temperature: float) -> Tensor:
         """[batch, sequence, vocabulary]"""
-        return (self.hidden.transpose(0, 1) @ self.weight[: self.vocab_size].t() / temperature).log_softmax(-1)
+        logits = self.hidden.transpose(0, 1) @ self.weight[: self.vocab_size].t()
+        return (capped(logits, self.caps[0]) / temperature).log_softmax(-1)
 
     def teachers(self, temperature: float) -> Tensor:
         logits = self.teacher_hidden.transpose(0, 1) @ self.teacher_weight[: self.vocab_size].t()
-        return (logits / temperature).log_softmax(-1)
+        return (capped(logits, self.caps[1]) / temperature).log_softmax(-1)
 
     def distances(self, found: Tensor, expected: Tensor) -> dict[str, float]:
         """Of a number for each position, and of its gradients."""
@@ -98,6 +114,10 @@ class Sides:
             "gradient of hidden": distance(mine[0], wholes[0]),
             "gradient of weight": distance(mine[1], wholes[1]),
         }
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else cap * (logits / cap).tanh()
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

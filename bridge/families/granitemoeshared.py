@@ -1,0 +1,29 @@
+"""Granite with experts and a shared expert."""
+
+from ..mapping.param_mapping import FUSED_GATE_UP, ROW, Architecture, Family, HfConfig, ParamMapping
+from . import granitemoe
+from .decoder import layer_mapping
+
+
+def architecture(config: HfConfig) -> Architecture:
+    width = config["shared_intermediate_size"]
+    return granitemoe.architecture(config, moe_shared_expert_intermediate_size=width or None)
+
+
+def mappings(config: HfConfig) -> list[ParamMapping]:
+    hf, mcore = "shared_mlp.", "mlp.shared_experts.linear_"
+    shared = [
+        layer_mapping(hf + "input_linear.weight", mcore + "fc1.weight", FUSED_GATE_UP),
+        layer_mapping(hf + "output_linear.weight", mcore + "fc2.weight", ROW),
+    ]
+    return granitemoe.mappings(config) + (shared if config["shared_intermediate_size"] else [])
+
+
+FAMILY = Family(
+    name="granitemoeshared",
+    architectures=("GraniteMoeSharedForCausalLM",),
+    models="Granite MoE 7B-A1B with a shared expert",
+    architecture=architecture,
+    mappings=mappings,
+    defaults=granitemoe.FAMILY.defaults | {"shared_intermediate_size": 0},
+)

@@ -1,0 +1,104 @@
+"""Gemma 1, 2 and 4; Gemma 3 is in dense.py."""
+
+from tests.bridge.families.published.model import Published
+
+
+def _gemma(hidden, inner, layers, heads, groups, **changes):
+    return {
+        "architectures": ["GemmaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": groups,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 256000,
+        **changes,
+    }
+
+
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "model_type": "gemma2",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+GEMMA4_31B = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_bias": False,
+        "attention_k_eq_v": True,
+        "enable_moe_block": False,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 21504,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "num_kv_shared_layers": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": "vision",
+        "vocab_size": 262144,
+    },
+    "tie_word_embeddings": True,
+}
+GEMMA4_12B = {
+    "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+    "model_type": "gemma4_unified",
+    "text_config": GEMMA4_31B["text_config"]
+    | {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
+        "model_type": "gemma4_unified_text",
+        "num_attention_heads": 16,
+        "num_global_key_value_heads": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+    },
+    "tie_word_embeddings": True,
+}
+GEMMA4_TOWERS = ("model.vision_tower.std_bias", "model.embed_vision.embedding_projection.weight")
+
+MODELS = {
+    "gemma-4-12B-it": Published(
+        "gemma4_unified_text", "11907350320", GEMMA4_12B, ("model.vision_embedder.patch_ln1.weight",)
+    ),
+    "gemma-4-31B-it": Published("gemma4_text", "30.7", GEMMA4_31B, GEMMA4_TOWERS),
+    "gemma-2b": Published("gemma", "2506172416", _gemma(2048, 16384, 18, 8, 1)),
+    "gemma-7b": Published("gemma", "8537680896", _gemma(3072, 24576, 28, 16, 16)),
+    "gemma-2-2b-it": Published("gemma2", "2614341888", _gemma(2304, 9216, 26, 8, 4, **GEMMA2)),
+    "gemma-2-9b-it": Published("gemma2", "9241705984", _gemma(3584, 14336, 42, 16, 8, **GEMMA2)),
+    "gemma-2-27b-it": Published(
+        "gemma2",
+        "27227128320",
+        _gemma(4608, 36864, 46, 32, 16, **GEMMA2 | {"head_dim": 128, "query_pre_attn_scalar": 144}),
+    ),
+}
