@@ -48,6 +48,7 @@ def test_help_lists_commands(capsys) -> None:
             "sft",
             "rlhf",
             "export",
+            "report",
             "run",
             "convert",
         ]

@@ -45,8 +45,9 @@ function browser(run, isComparison) {
     const file = total === null ? "a large completions.jsonl" : `${formatted(total)} in completions.jsonl`;
     count.textContent = rows.length === total ? `${formatted(found.length)} of ${formatted(rows.length)}`
       : `${formatted(found.length)} of ${formatted(rows.length)} in this page, spread evenly over ${file}`;
-    list.replaceChildren(...found.slice(0, state.shown).map(row => sample(row, search.value, onlyPrompt)));
-    more.hidden = found.length <= state.shown;
+    const groups = grouped(found);
+    list.replaceChildren(...groups.slice(0, state.shown).map(group => sampleGroup(group, search.value, onlyPrompt)));
+    more.hidden = groups.length <= state.shown;
     prompt.hidden = state.prompt === null;
     prompt.textContent = `Prompt: ${(state.prompt ?? "").slice(0, 60)} ✕`;
   }
@@ -70,21 +71,42 @@ function browser(run, isComparison) {
     list, more);
 }
 
-function sample(row, words, onlyPrompt) {
-  const rewards = Object.entries(row.rewards ?? {}).map(([name, value]) => `${name} ${formatted(value)}`).join(", ");
+// Neighbours that answer the same prompt in the same rollout batch; equal answers once, with their number.
+function grouped(rows) {
+  const groups = [];
+  for (const row of rows) {
+    const group = groups.at(-1);
+    if (group && group[0].row.generation === row.generation && group[0].row.prompt === row.prompt) {
+      const equal = group.find(each => each.row.completion === row.completion && each.row.reward === row.reward);
+      if (equal) equal.count++;
+      else group.push({ row, count: 1 });
+    } else groups.push([{ row, count: 1 }]);
+  }
+  return groups;
+}
+
+function sampleGroup(group, words, onlyPrompt) {
+  const { row } = group[0];
+  const same = element("button", { type: "button", class: "small", title: "This prompt over time", onclick: () => onlyPrompt(row.prompt) }, "over time");
+  return element("article", { class: "sample" },
+    element("header", {}, element("small", {}, `rollout batch ${row.generation}`), same),
+    text("prompt", row.prompt, words), group.map(each => completion(each.row, each.count, words)));
+}
+
+function completion(row, count, words) {
+  const rewards = Object.entries(row.rewards ?? {});
   const facts = [
-    `batch ${row.generation}`,
     isNumber(row.advantage) ? `advantage ${formatted(row.advantage)}` : "",
     isNumber(row.length) ? `${formatted(row.length)} tokens` : "",
     row.finish_reason && row.finish_reason !== "stop" ? `ended by ${row.finish_reason}` : "",
-    Object.keys(row.rewards ?? {}).length > 1 ? rewards : "",
+    rewards.length > 1 ? rewards.map(([name, value]) => `${name} ${formatted(value)}`).join(", ") : "",
+    count > 1 ? `× ${count}` : "",
   ];
-  const same = element("button", { type: "button", class: "small", title: "This prompt over time", onclick: () => onlyPrompt(row.prompt) }, "over time");
   const sign = !isNumber(row.advantage) || row.advantage === 0 ? "" : row.advantage > 0 ? "good" : "bad";
-  return element("article", { class: "sample" },
-    element("header", {}, element("span", { class: `badge ${sign}` }, `reward ${formatted(row.reward)}`),
-      facts.filter(Boolean).map(fact => element("small", {}, fact)), same),
-    text("prompt", row.prompt, words), text("completion", row.completion, words));
+  return element("div", { class: "reply" },
+    element("div", {}, element("span", { class: `badge ${sign}` }, `reward ${formatted(row.reward)}`),
+      facts.filter(Boolean).map(fact => element("small", {}, fact))),
+    text("completion", row.completion, words));
 }
 
 // A text that a click shows whole, with the found words marked.
@@ -130,7 +152,8 @@ function repliesTo(prompt, replies) {
     .map(row => ({ ...row, step: reply.step })));
   const label = rows.find(row => row.label !== null)?.label;
   return element("article", { class: "sample" }, text("prompt", prompt, ""),
-    label === undefined ? null : element("p", { class: "expected" }, element("small", {}, "expected"), element("pre", {}, label)),
-    rows.map(row => element("div", { class: "reply" }, element("small", {}, `step ${formatted(row.step)}`,
-      label === undefined ? "" : row.response.trim() === label.trim() ? " ✓" : ""), text("completion", row.response, ""))));
+    label === undefined ? null : element("div", { class: "reply" }, element("div", {}, element("small", {}, "expected")), text("completion", label, "")),
+    rows.map(row => element("div", { class: "reply" }, element("div", {}, element("small", {}, `step ${formatted(row.step)}`),
+      label === undefined ? null : row.response.trim() === label.trim() ? element("span", { class: "badge good" }, "equal") : null),
+      text("completion", row.response, ""))));
 }

@@ -50,6 +50,6 @@ function histogram({ start, width, counts }) {
     ];
     options.hooks = {};
     return new uPlot(options, [edges, counts], box);
-  }, false);
+  }, { followsRange: false, height: 170 });
   return element("div", {}, element("h4", {}, "Lengths of samples, in tokens"), box);
 }

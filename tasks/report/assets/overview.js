@@ -112,8 +112,10 @@ function optionsCard(runs) {
 
 function checkpointsCard(run, runs) {
   if (!run.checkpoints.length) return null;
-  const metrics = [...new Set(run.checkpoints.flatMap(point => Object.keys(point.metrics)))]
-    .filter(name => run.checkpoints.some(point => isNumber(point.metrics[name]))).slice(0, 4);
+  const names = new Set(run.checkpoints.flatMap(point => Object.keys(point.metrics)));
+  // Loss and reward, or others without a slash.
+  const metrics = [...names].filter(name => run.checkpoints.some(point => isNumber(point.metrics[name])))
+    .sort((a, b) => a.includes("/") - b.includes("/")).slice(0, 3);
   const rows = run.checkpoints.map(point => [
     element("span", {}, point.name, point.links.map(link => element("span", { class: "badge" }, link))),
     formatted(point.step), fileSize(point.bytes), dateOf(point.time), ...metrics.map(name => formatted(point.metrics[name]))]);

@@ -72,8 +72,6 @@ function rememberedTheme() {
   try { return localStorage.getItem(THEME); } catch { return null; }
 }
 
-const PAPER_WIDTH = 330;  // pixels of a chart, two of which fit beside each other on A4 and Letter
-
 function isOnPaper() {
   return document.documentElement.classList.contains("paper");
 }
@@ -81,7 +79,7 @@ function isOnPaper() {
 addEventListener("beforeprint", () => {
   document.documentElement.classList.add("paper");
   document.querySelectorAll("details").forEach(node => { node.prepare?.(); node.open = true; });
-  for (const each of charts) each.resize(PAPER_WIDTH);
+  for (const each of charts) each.resize(PAPER.width);
   redrawCharts();
 });
 addEventListener("afterprint", () => {

@@ -45,14 +45,14 @@ function stackedChart(run, runs, colors) {
   manage(box, () => {
     const sums = [];
     names.forEach((name, i) => sums.push(run.phases.seconds[name].map((value, k) => value + (i ? sums[i - 1][k] : 0))));
-    const options = baseOptions(box, 230, value => tick(value));
+    const options = baseOptions(box, HEIGHT, value => tick(value));
     // Painted from the highest sum down, so that each area covers those above it.
     for (const name of [...names].reverse()) {
       options.series.push({ label: name, width: 0, stroke: () => color(colors[name]), fill: () => color(colors[name]),
         points: { show: false },
         value: (plot, value, series, index) => isNumber(index) ? duration(run.phases.seconds[name][index]) : "–" });
     }
-    options.scales.y = { range: (plot, least, greatest) => [0, greatest > 0 ? 1.06 * greatest : 1] };
+    options.scales.y = { range: rangeOfTimes };
     return new uPlot(options, [positions(run, run.phases.steps), ...sums.reverse()], box);
   });
   return element("div", { class: "card chart" }, element("h3", {}, title), box);

@@ -3,6 +3,9 @@
 
 const COLORS = 6;
 const NOISY_POINTS = 20;
+const HEIGHT = 230;  // pixels of a plot, without its legend
+const PAPER = { width: 330, height: 150 };  // of a plot, two of which fit beside each other on A4 and Letter
+const WARM_UP = 3;  // times as long as any other step: the first step is left out of the vertical range
 const view = { axis: "step", range: null, smoothing: 30 };
 const charts = [];  // every plot, as `manage` returns it
 
@@ -127,7 +130,7 @@ function chart(spec, runs) {
 }
 
 // Keeps a plot as wide as its box, and builds it when the box is first seen. build: returns a new plot.
-function manage(box, build, followsRange = true) {
+function manage(box, build, { followsRange = true, height = HEIGHT } = {}) {
   const self = { plot: null, followsRange };
   self.rebuild = (width = box.clientWidth) => {
     self.plot?.destroy();
@@ -140,7 +143,7 @@ function manage(box, build, followsRange = true) {
   self.resize = (width = box.clientWidth) => {
     if (!width) return;
     if (!self.plot) self.rebuild(width);
-    else if (self.plot.width !== width) self.plot.setSize({ width, height: self.plot.height });
+    else if (self.plot.width !== width) self.plot.setSize({ width, height: isOnPaper() ? PAPER.height : height });
   };
   // In the next frame, since a plot changes the height of what is observed.
   new ResizeObserver(() => requestAnimationFrame(() => { if (!isOnPaper()) self.resize(); })).observe(box);
@@ -174,10 +177,10 @@ function plotOptions(box, spec, curves, isLog) {
       bands.push({ series: [i + 2, i + 1], fill: () => shade(color(curve.color), 0.14) });
     }
   });
-  const options = baseOptions(box, 230, value => tick(value, spec.unit));
+  const options = baseOptions(box, HEIGHT, value => tick(value, spec.unit));
   options.series.push(...series);
   options.bands = bands;
-  options.scales.y = isLog ? { distr: 3 } : { range: yRange };
+  options.scales.y = isLog ? { distr: 3 } : { range: spec.unit === "s" ? rangeOfTimes : yRange };
   // Pale curves and edges of bands have no entry of their own in the legend.
   options.hooks.init = [plot => plot.root.querySelectorAll(".u-legend .u-series").forEach((row, i) => {
     const curve = curves[i - 1];
@@ -208,6 +211,15 @@ function yRange(plot, least, greatest) {
   const margin = 0.06 * (greatest - least);
   const low = least >= 0 && least - margin < 0.15 * (greatest - least) ? Math.min(0, least) : least - margin;
   return [low, greatest + margin];
+}
+
+// From 0, without the first step, which takes far longer than the others since kernels are chosen and compiled.
+function rangeOfTimes(plot, least, greatest) {
+  let rest = 0;
+  for (const values of plot.data.slice(1)) {
+    for (let i = Math.max(1, plot.series[0].idxs[0]); i <= plot.series[0].idxs[1]; i++) rest = Math.max(rest, values[i] ?? 0);
+  }
+  return [0, 1.06 * ((rest > 0 && greatest > WARM_UP * rest ? rest : greatest) || 1)];
 }
 
 // Options that every plot over steps shares.
