@@ -140,7 +140,8 @@ def test_options_commands_and_data(tmp_path):
     options = RmOptions()
     save_args(tmp_path / "args.json", options, {"lr": "command line"}, layout="1 process", versions={"torch": "2"})
     (tmp_path / "console.log").write_text(
-        "--- 2026-11-25 09:17:24 +0000\nmegatron sft --lr 1\nstep 1\n--- 2026-11-26 10:00:00 +0000\nmegatron sft --lr 1\n"
+        "--- 2026-11-25 09:17:24 +0000\nmegatron sft --lr 1\nstep 1\n"
+        "--- 2026-11-26 10:00:00 +0000\nmegatron sft --lr 1\n"
     )
     (tmp_path / "data.json").write_text(json.dumps({"train": {"sources": [], "samples": 3}, "text": "Training data:"}))
     run = run_of(tmp_path)
