@@ -20,6 +20,7 @@ class LogRows:
     saves: dict[int, JsonObject] = field(default_factory=dict)
     summary: JsonObject | None = None  # the last row of a run that has ended
     unreadable: int = 0  # lines that are no rows
+    _kinds: dict[tuple[str, ...], dict[int, JsonObject]] = field(default_factory=dict)  # by the names of a row
 
     @classmethod
     def read(cls, file: Path) -> "LogRows":
@@ -40,7 +41,7 @@ class LogRows:
     def _parse(self, file: Path) -> Iterator[JsonObject]:
         if not file.is_file():
             return
-        with file.open("rb") as stream:
+        with file.open(encoding="utf-8", errors="replace") as stream:
             for line in stream:
                 try:
                     row = json.loads(line)
@@ -52,9 +53,11 @@ class LogRows:
                     self.unreadable += 1
 
     def _kind(self, row: JsonObject) -> dict[int, JsonObject]:
-        if "save_wait" in row:
-            return self.saves
-        return self.evaluations if any(name.startswith("eval_") for name in row) else self.train
+        names = tuple(row)
+        if names not in self._kinds:
+            is_evaluation = any(name.startswith("eval_") for name in names)
+            self._kinds[names] = self.saves if "save_wait" in row else self.evaluations if is_evaluation else self.train
+        return self._kinds[names]
 
     @property
     def last(self) -> JsonObject:

@@ -1,6 +1,5 @@
 """Curves of a page: metrics by step, thinned to as many points as a screen shows, with their spikes."""
 
-import math
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -20,17 +19,13 @@ def series_of(rows: Mapping[int, JsonObject]) -> dict[str, JsonObject]:
     "gaps" has the number of values that are not finite (null in the log), and "gap_steps" the first of their steps.
     A metric without any finite value is left out, unless it is `loss` or `grad_norm`, which would be a fault.
     """
-    columns: dict[str, tuple[list[int], list[float]]] = {}
-    for step, row in rows.items():
-        for name, value in row.items():
-            if value is None or isinstance(value, int | float):
-                steps, values = columns.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(math.nan if value is None else value)
     curves = {}
-    for name, (steps, values) in columns.items():
-        if name not in POSITIONS:
-            curve = _curve(np.array(steps), np.array(values, np.float64))
+    for name in dict.fromkeys(name for names in dict.fromkeys(map(tuple, rows.values())) for name in names):
+        if name in POSITIONS:
+            continue
+        column = {step: row[name] for step, row in rows.items() if name in row}
+        if all(value is None or isinstance(value, int | float) for value in column.values()):
+            curve = _curve(np.array(list(column)), np.array(list(column.values()), np.float64))  # null is NaN
             if curve["steps"] or name in ("loss", "grad_norm"):
                 curves[name] = curve
     return curves

@@ -63,7 +63,8 @@ def test_every_metric_has_one_chart():
     metrics = [
         "loss", "eval_loss", "grad_norm", "reward", "reward_std", "eval_reward", "eval_reward_std",
         "rewards/exact/mean", "rewards/exact/std", "completions/mean_length", "completions/min_length",
-        "completions/max_length", "rewards/chosen", "rewards/margins", "memory/held_gib", "my_metric", "eval_my_metric", "eval_alone",
+        "completions/max_length", "rewards/chosen", "rewards/margins", "memory/held_gib",
+        "my_metric", "eval_my_metric", "eval_alone",
     ]  # fmt: skip
     charts = [
         chart for topic in charts_of([*metrics, "tokens", "elapsed", "timing_s/gen"]) for chart in topic["charts"]
