@@ -113,7 +113,7 @@ def test_a_report_is_beside_the_log(alone, place):
     rows = [
         [{"role": "user", "content": r["query"]}, {"role": "assistant", "content": r["response"]}] for r in SUMS[:34]
     ]
-    lengths = [len(tokenizer.encode(tokenizer.apply_chat_template(row, tokenize=False).rstrip("\n"))) for row in rows]
+    lengths = [len(tokenizer.encode(tokenizer.apply_chat_template(row, tokenize=False))) for row in rows]
     data = run["data"]["train"]
     assert (data["samples"], data["tokens"]) == (34, sum(lengths))
     assert sum(data["lengths"]["counts"]) == 34
