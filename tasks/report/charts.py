@@ -50,7 +50,7 @@ TOPICS: dict[str, tuple[Chart, ...]] = {
         Chart("Tokens per second and GPU", ("tokens_per_second_per_gpu",)),
         Chart("MFU", ("mfu",), "share"),
         Chart("TFLOP/s per GPU", ("tflops_per_gpu",)),
-        Chart("Seconds per step", ("seconds_per_step",), "s"),
+        Chart("Time per step", ("seconds_per_step",), "s"),
         Chart("Peak memory", ("memory_gib",), "GiB"),
         Chart("Images per step", ("images",)),
         Chart("Visual tokens per step", ("visual_tokens",)),

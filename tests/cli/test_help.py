@@ -48,7 +48,6 @@ def test_help_lists_commands(capsys) -> None:
             "sft",
             "rlhf",
             "export",
-            "report",
             "run",
             "convert",
         ]

@@ -9,7 +9,6 @@ const WARM_UP = 3;  // times as long as any other step: the first step is left o
 const view = { axis: "step", range: null, smoothing: 30 };
 const charts = [];  // every plot, as `manage` returns it
 
-const AXES = { step: ["step", ""], tokens: ["tokens", "tokens"], elapsed: ["time", ""] };
 let timeUnit = [1, "seconds"];
 
 function setTimeUnit(runs) {
@@ -110,9 +109,10 @@ function bandOf(spec, run, curve, own) {
 function chart(spec, runs) {
   const box = element("div", { class: "plot" });
   const log = element("button", { type: "button", class: "small", title: "Logarithmic scale" }, "log");
-  const subtitle = spec.spread ? "band: standard deviation" : spec.limits.length ? "band: least and greatest" : "";
+  const subtitle = spec.spread ? "band: standard deviation" : spec.limits.length ? "band: range" : "";
+  const unit = spec.unit && spec.unit !== "share" ? `, ${spec.unit}` : "";
   const node = element("div", { class: "card chart" },
-    element("h3", {}, spec.title, element("small", {}, subtitle), log), box);
+    element("h3", {}, spec.title + unit, element("small", {}, subtitle), log), box);
   let isLog = false;
   const managed = manage(box, () => {
     const curves = curvesOf(spec, runs);
@@ -169,7 +169,7 @@ function plotOptions(box, spec, curves, isLog) {
     dash: curve.dash ?? undefined,
     spanGaps: true,
     points: { show: Boolean(curve.points), size: 6, fill: () => color(curve.color) },
-    value: (plot, value) => formatted(value, spec.unit),
+    value: (plot, value) => formatted(value, spec.unit === "share" ? "share" : ""),
   }));
   const bands = [];
   curves.forEach((curve, i) => {
@@ -188,19 +188,20 @@ function plotOptions(box, spec, curves, isLog) {
     const marker = row.querySelector(".u-marker");
     if (curve && marker) marker.style.borderColor = `var(--${curve.color})`;
   })];
-  options.hooks.setCursor.push(showRawValues(curves, spec));
+  options.hooks.setLegend = [showRawValues(curves, series)];
+  options.cursor.points.size = (plot, series) => curves[series - 1]?.isEdge ? 0 : 6;
   return options;
 }
 
 // The legend of a smoothed curve also has the value itself.
-function showRawValues(curves, spec) {
+function showRawValues(curves, series) {
   return plot => {
     curves.forEach((curve, i) => {
       if (!curve.isPale || !plot.legend.live) return;
       const cell = plot.root.querySelectorAll(".u-legend .u-series")[i + 2]?.querySelector(".u-value");
       const index = plot.legend.idxs?.[i + 1];
       const value = isNumber(index) ? plot.data[i + 1][index] : null;
-      if (cell && isNumber(value)) cell.textContent += ` (${formatted(value, spec.unit)})`;
+      if (cell && isNumber(value)) cell.textContent += ` (${series[i].value(plot, value)})`;
     });
   };
 }
@@ -226,8 +227,7 @@ function rangeOfTimes(plot, least, greatest) {
 function baseOptions(box, height, yTick) {
   const axis = { stroke: () => color("muted"), grid: { stroke: () => color("grid"), width: 1 }, ticks: { show: false },
     font: "11px system-ui, sans-serif" };
-  const [name] = AXES[view.axis];
-  const label = view.axis === "elapsed" ? timeUnit[1] : name;
+  const label = view.axis === "elapsed" ? timeUnit[1] : view.axis;
   return {
     width: box.clientWidth,
     height,
@@ -240,6 +240,7 @@ function baseOptions(box, height, yTick) {
     legend: { live: true },
     cursor: {
       sync: { key: "report", setSeries: false },
+      y: false,
       drag: { x: true, y: false, setScale: false },
       focus: { prox: 24 },
       // Thinned curves have points at different steps: the nearest one is shown.
