@@ -11,6 +11,7 @@ COMPLETIONS = "completions.jsonl"  # --log_completions
 INFER_RESULT = "infer_result"  # folder of a run with the replies of its checkpoints
 MAX_COMPLETIONS = 2000  # in a page
 MAX_CHARACTERS = 4_000_000  # of completions in a page
+RECURRENCES = 20  # of a prompt
 MAX_TEXT = 6000  # characters of a prompt or a completion; longer ones are shortened in the middle
 BLOCKS, BLOCK_BYTES = 64, 2**18  # of a file that is too large to be read whole
 MAX_REPLIES = 100  # of one checkpoint
@@ -49,7 +50,10 @@ def _json_lines(file: Path, *, is_whole: bool) -> Iterator[JsonObject]:
 
 
 def _spread(rows: list[JsonObject]) -> list[JsonObject]:
-    """Return at most MAX_COMPLETIONS rows within MAX_CHARACTERS, at equal distances, with the prompt's others."""
+    """Return about MAX_COMPLETIONS rows within MAX_CHARACTERS, each with the others of its prompt.
+
+    Up to a half are of prompts that recur, over the whole run; the rest are at equal distances.
+    """
     size = sum(min(len(str(row.get("completion") or "")), MAX_TEXT) for row in rows)
     share = min(1.0, MAX_COMPLETIONS / max(len(rows), 1), MAX_CHARACTERS / max(size, 1))
     if share == 1.0:
@@ -60,8 +64,25 @@ def _spread(rows: list[JsonObject]) -> list[JsonObject]:
             groups[-1].append(row)
         else:
             groups.append([row])
-    kept = [groups[int(i / share)] for i in range(int(len(groups) * share))]
-    return [row for group in kept for row in group]
+    count = max(1, int(len(groups) * share))
+    kept = _recurring(groups, count // 2)
+    others = [index for index in range(len(groups)) if index not in kept]
+    rest = min(count - len(kept), len(others))
+    kept |= {others[i * (len(others) - 1) // max(rest - 1, 1)] for i in range(rest)}
+    return [row for index in sorted(kept) for row in groups[index]]
+
+
+def _recurring(groups: list[list[JsonObject]], most: int) -> set[int]:
+    """Return at most `most` groups, of the prompts that recur most often: RECURRENCES of each at equal distances."""
+    places: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        places.setdefault(str(group[0].get("messages")), []).append(index)
+    chosen: set[int] = set()
+    for indices in sorted(places.values(), key=len, reverse=True):
+        step = max(1, len(indices) // RECURRENCES)
+        if len(indices) > 1 and len(chosen) + len(indices[::step]) <= most:
+            chosen.update(indices[::step])
+    return chosen
 
 
 def _completion(row: JsonObject) -> JsonObject:

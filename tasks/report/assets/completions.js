@@ -44,7 +44,7 @@ function browser(run, isComparison) {
     const found = rows.filter(matches).sort(ORDERS[order.value]);
     const file = total === null ? "a large completions.jsonl" : `${formatted(total)} in completions.jsonl`;
     count.textContent = rows.length === total ? `${formatted(found.length)} of ${formatted(rows.length)}`
-      : `${formatted(found.length)} of ${formatted(rows.length)} in this page, spread evenly over ${file}`;
+      : `${formatted(found.length)} of ${formatted(rows.length)} in this page, spread over ${file}`;
     const groups = grouped(found);
     list.replaceChildren(...groups.slice(0, state.shown).map(group => sampleGroup(group, search.value, onlyPrompt)));
     more.hidden = groups.length <= state.shown;

@@ -101,6 +101,23 @@ def test_many_completions_are_spread_over_the_run_with_whole_groups(tmp_path):
     assert {prompts.count(prompt) for prompt in prompts} == {4}
 
 
+def test_some_prompts_are_kept_over_the_whole_run(tmp_path):
+    rows = [
+        completion_row(generation, f"{generation} {number}", prompt=f"{(generation * 7 + number // 4) % 100}")
+        for generation in range(1, 1001)
+        for number in range(16)
+    ]
+    write_completions(tmp_path, rows)
+    content = samples.completions_of(tmp_path)["rows"]
+    assert 0.9 * samples.MAX_COMPLETIONS < len(content) <= samples.MAX_COMPLETIONS
+    generations = {row["prompt"]: set() for row in content}
+    for row in content:
+        generations[row["prompt"]].add(row["generation"])
+    followed = [sorted(batches) for batches in generations.values() if len(batches) >= samples.RECURRENCES]
+    assert len(followed) >= 10
+    assert all(batches[0] < 100 and batches[-1] > 850 for batches in followed)
+
+
 def test_a_large_file_is_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "BLOCK_BYTES", 2000)
     rows = [completion_row(generation, "x" * (generation % 300)) for generation in range(1, 3001)]
