@@ -1,5 +1,6 @@
 """Charts of a page: which metrics share one, by topic."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,6 @@ TOPICS: dict[str, tuple[Chart, ...]] = {
         Chart("Visual tokens per step", ("visual_tokens",)),
     ),
 }  # fmt: skip
-REWARD, MEMORY = "rewards/", "memory/"
 OTHER = "Other metrics"
 
 
@@ -65,27 +65,26 @@ def charts_of(metrics: Iterable[str]) -> list[JsonObject]:
     remaining = {name: None for name in metrics if name not in UNDRAWN and not name.startswith(UNDRAWN_PREFIXES)}
     topics = []
     for title, charts in TOPICS.items():
-        drawn = [taken for chart in charts if (taken := _take(chart, remaining))]
-        if title == "Rewards":
-            # Those of preferences have no /mean.
-            names = [name for name in remaining if name.startswith(REWARD) and name.endswith("/mean")]
-            drawn += [_take(_reward_chart(name), remaining) or {} for name in names]
-        if title == "Speed and memory":
-            names = [name for name in remaining if name.startswith(MEMORY)]
-            drawn += [_take(Chart(_words(name), (name,), "GiB"), remaining) or {} for name in names]
-        topics.append({"title": title, "charts": drawn})
+        topics.append(_topic(title, [*charts, *_named_charts(title, remaining)], remaining))
     plain = [name for name in remaining if not (name.startswith("eval_") and name.removeprefix("eval_") in remaining)]
-    topics.append({"title": OTHER, "charts": [_take(Chart(name, (name,)), remaining) for name in plain]})
+    topics.append(_topic(OTHER, [Chart(name, (name,)) for name in plain], remaining))
     return [topic for topic in topics if topic["charts"]]
 
 
-def _reward_chart(name: str) -> Chart:
-    function = name.removeprefix(REWARD).removesuffix("/mean")
-    return Chart(f"Reward: {function}", (name,), spread=f"{REWARD}{function}/std")
+def _topic(title: str, charts: Iterable[Chart], remaining: dict[str, None]) -> JsonObject:
+    return {"title": title, "charts": [drawn for chart in charts if (drawn := _take(chart, remaining))]}
 
 
-def _words(name: str) -> str:
-    return name.replace("/", ": ").replace("_", " ").capitalize()
+def _named_charts(title: str, metrics: Iterable[str]) -> list[Chart]:
+    """Return the charts of metrics whose names depend on the run: each reward function, each state of memory."""
+    if title == "Rewards":
+        rewards = re.compile(r"rewards/(.+)/mean")  # those of preferences have no /mean
+        matches = [match for name in metrics if (match := rewards.fullmatch(name))]
+        return [Chart(f"Reward: {match[1]}", (match[0],), spread=f"rewards/{match[1]}/std") for match in matches]
+    if title == "Speed and memory":
+        names = [name for name in metrics if name.startswith("memory/")]
+        return [Chart(name.replace("/", ": ").replace("_", " ").capitalize(), (name,), "GiB") for name in names]
+    return []
 
 
 def _take(chart: Chart, remaining: dict[str, None]) -> JsonObject | None:

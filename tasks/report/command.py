@@ -22,7 +22,10 @@ def run(options: ReportOptions, sources: dict[str, str]) -> int:
     """Write the page, print its path, and return the exit code."""
     folders = [run_folder(name) for name in options.runs]
     file = page_path(options, folders)
-    write_page(folders, file)
+    try:
+        write_page(folders, file)
+    except OSError as error:
+        raise ValueError(f"--report_path {file}: cannot be written ({error.strerror}). Set another path.") from error
     print(f"{file} ({file_size(file.stat().st_size)})")
     return 0
 

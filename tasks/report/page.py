@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from ...templates.json_types import JsonObject
+from ..system.atomic_dir import hidden_path
 from .charts import charts_of
 from .facts import checkpoints_of, data_of, options_of, starts_of, state_of_run
 from .log_rows import LOG, LogRows
@@ -37,7 +38,7 @@ def run_content(folder: Path) -> JsonObject:
         "last": log.last,
         "summary": log.summary or {},
         "unreadable_lines": log.unreadable,
-        "curves": series_of(log.train) | series_of(log.evaluations),
+        "curves": series_of(log.evaluations) | series_of(log.train),  # both have "elapsed"
         "phases": phases_of(log),
         "args": options_of(folder),
         "starts": starts_of(folder),
@@ -66,7 +67,7 @@ def page(folders: Sequence[Path]) -> str:
 
 def write_page(folders: Sequence[Path], file: Path) -> None:
     """Write the page to a file, whole or not at all. Raises OSError where it cannot be written."""
-    partial = file.with_name(f".{file.name}.partial")
+    partial = hidden_path(file)
     try:
         partial.write_text(page(folders), encoding="utf-8")
         partial.replace(file)

@@ -18,7 +18,7 @@ MAX_REPLIES = 100  # of one checkpoint
 
 
 def completions_of(folder: Path) -> JsonObject:
-    """Return {"rows", "total", "bytes"} of completions.jsonl: rows spread evenly over the run.
+    """Return {"rows", "total"} of completions.jsonl: rows spread over the run.
 
     "total" is the number of rows in the file, None where it was not read whole.
     """
@@ -92,7 +92,7 @@ def _completion(row: JsonObject) -> JsonObject:
 
 
 def replies_of(folder: Path) -> list[JsonObject]:
-    """Return the replies of `swift infer` for each checkpoint: {"checkpoint", "step", "rows"}, by step.
+    """Return the replies of `swift infer` for each checkpoint: {"step", "rows"}, by step.
 
     A later file of the same checkpoint replaces an earlier one.
     """
@@ -103,27 +103,29 @@ def replies_of(folder: Path) -> list[JsonObject]:
     replies = []
     for step, file in sorted(files.items()):
         rows = [row for row in _json_lines(file, is_whole=True) if "response" in row][:MAX_REPLIES]
-        replies.append({"step": step, "file": file.name, "rows": [_reply(row) for row in rows]})
+        replies.append({"step": step, "rows": [_reply(row) for row in rows]})
     return replies
 
 
 def _reply(row: JsonObject) -> JsonObject:
     label = row.get("labels")
-    messages = row.get("messages") or []
-    if isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
     return {
-        "prompt": _conversation(messages),
+        "prompt": _conversation(row.get("messages"), has_answer=True),
         "response": shorten(str(row["response"])),
         "label": None if label is None else shorten(str(label)),
     }
 
 
-def _conversation(messages: object) -> str:
-    """Return messages as text: that of a single one, or all with their roles."""
+def _conversation(messages: object, *, has_answer: bool = False) -> str:
+    """Return messages as text: that of a single one, or all with their roles.
+
+    has_answer: leave out a last message of the assistant
+    """
     if not isinstance(messages, list):
         return ""
     parts = [(str(m.get("role")), _content(m.get("content"))) for m in messages if isinstance(m, dict)]
+    if has_answer and parts and parts[-1][0] == "assistant":
+        parts.pop()
     if len(parts) == 1:
         return shorten(parts[0][1])
     return shorten("\n".join(f"{role}: {content}" for role, content in parts))

@@ -16,4 +16,4 @@ def write_data_file(folder: Path, data: "Prepared") -> None:
     """Write the statistics, and the report that the terminal shows as "text"."""
     content = {**data.statistics, "text": data.report}
     with os_error_hints(folder):
-        (folder / DATA).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / DATA).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

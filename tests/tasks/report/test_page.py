@@ -37,6 +37,7 @@ def test_curves_have_the_values_of_the_log(tmp_path):
     run = run_of(write_log(tmp_path, rows))
     assert run["curves"]["loss"] == {"steps": [1, 2, 3], "values": [1, 0.5, 0.333333]}
     assert run["curves"]["eval_loss"] == {"steps": [2], "values": [0.75]}
+    assert run["curves"]["elapsed"]["values"] == [1, 2, 3]
     assert "mfu" not in run["curves"]  # null on a CPU
     assert run["max_steps"] == 10
 
@@ -194,6 +195,10 @@ def test_refusals(tmp_path, capsys):
     assert main("megatron", ["report", str(tmp_path)]) == 1
     assert "has no logging.jsonl" in capsys.readouterr().err
     assert main("megatron", ["report", str(tmp_path), "--report_path", str(tmp_path / "no" / "page.html")]) == 2
+    write_log(tmp_path, [train_row(1)])
+    (tmp_path / "report.html").mkdir()
+    assert main("megatron", ["report", str(tmp_path)]) == 1
+    assert "report.html: cannot be written (Is a directory). Set another path." in capsys.readouterr().err
     with pytest.raises(UsageError):
         read_options("megatron", ["report", str(tmp_path), "--lr", "1"])
 
