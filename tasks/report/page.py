@@ -57,6 +57,7 @@ def page(folders: Sequence[Path]) -> str:
     programs = [_asset(name) for name in PROGRAMS]
     values = {
         "title": _as_html(" and ".join(run["name"] for run in runs)),
+        "license": _asset("uplot/LICENSE"),
         "styles": "\n".join(_asset(name) for name in STYLES),
         "content": as_script_json(content),
         "programs": "\n".join(f"<script>{program}</script>" for program in programs),

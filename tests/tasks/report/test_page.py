@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,16 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path):
     (line,) = lines
     assert line.startswith("warning: report.html could not be written")
     assert [entry.name for entry in tmp_path.glob(".*")] == []
+
+
+def test_a_wheel_has_every_part():
+    """A checkout's own install finds all of them in any case."""
+    root = Path(__file__).parents[3]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    shipped = {file for pattern in patterns["megaswift.tasks.report"] for file in (root / "tasks/report").glob(pattern)}
+    files = {file for file in (root / "tasks/report/assets").rglob("*") if file.is_file()}
+    assert files
+    assert files <= shipped
 
 
 def test_the_command_imports_no_torch(tmp_path):
