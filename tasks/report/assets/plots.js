@@ -6,6 +6,7 @@ const NOISY_POINTS = 20;
 const HEIGHT = 230;  // pixels of a plot, without its legend
 const PAPER = { width: 330, height: 150 };  // of a plot, two of which fit beside each other on A4 and Letter
 const WARM_UP = 3;  // times as long as any other step: the first step is left out of the vertical range
+const WHOLE = Array.from({ length: 40 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));  // between ticks
 const view = { axis: "step", range: null, smoothing: 30 };
 const charts = [];  // every plot, as `manage` returns it
 
@@ -233,7 +234,8 @@ function baseOptions(box, height, yTick) {
     height,
     scales: { x: { time: false, range: (plot, least, greatest) => [least ?? 0, greatest > least ? greatest : (least ?? 0) + 1] } },
     axes: [
-      { ...axis, size: 28, space: 60, values: (plot, values) => values.map(value => tick(value)) },
+      { ...axis, size: 28, space: 60, values: (plot, values) => values.map(value => tick(value)),
+        ...(view.axis === "elapsed" ? {} : { incrs: WHOLE }) },
       { ...axis, size: 58, space: 34, values: (plot, values) => values.map(yTick) },
     ],
     series: [{ label, value: (plot, value) => formatted(value) }],
