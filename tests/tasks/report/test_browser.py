@@ -180,6 +180,6 @@ def test_a_run_of_no_or_one_step(browser, tmp_path, rows):
 
 def test_many_steps_open_quickly(browser, tmp_path):
     assert main("megatron", ["report", str(write_log(tmp_path, spiky(100_000)))]) == 0
-    # 0.4 s on an idle machine of 2 cores.
+    # 0.15 s on an idle machine of 2 cores.
     assert browser.open(tmp_path / "report.html") < 3
     assert "loss is not finite at step 20001" in texts(browser, ".notice")

@@ -102,7 +102,7 @@ def test_a_long_run_is_quick_and_keeps_its_spikes(tmp_path):
     write_log(tmp_path, rows)
     start = time.process_time()
     page = page_of(tmp_path)
-    assert time.process_time() - start < 6  # 1.8 s on a busy machine
+    assert time.process_time() - start < 6  # 1.4 s on an idle machine of 2 cores
     curve = page.content["runs"][0]["curves"]["loss"]
     assert len(curve["steps"]) <= 2002
     points = dict(zip(curve["steps"], curve["values"], strict=True))
