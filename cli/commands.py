@@ -62,6 +62,12 @@ COMMANDS = {
         "plan": Command(
             "Print the layouts that fit on some GPUs, with memory and speed.", "PlanOptions", "plan.command"
         ),
+        "report": Command(
+            "Write a run, or a comparison of runs, as one HTML page.",
+            "ReportOptions",
+            "report.command",
+            positional="runs",
+        ),
         "run": Command("Train as a config file of verl, siiRL, Trinity-RFT, ROLL or Oumi says."),
         "convert": Command("Print such a config as a config file of this command."),
     },

@@ -25,6 +25,7 @@ from ..tasks.options import (
     PtOptions,
     RecipeOptions,
     ReferenceOptions,
+    ReportOptions,
     RerankerOptions,
     RmOptions,
     RolloutOptions,
@@ -104,6 +105,7 @@ def page() -> str:
                 *_export(),
                 *_prepare(),
                 *_plan(),
+                *_report(),
                 *_different_defaults(),
                 *_legacy(),
                 *_foreign(),
@@ -188,6 +190,11 @@ def _prepare() -> Iterator[str]:
 def _plan() -> Iterator[str]:
     yield "## megatron plan\n"
     yield from markdown_table(HEADINGS, map(_row, flags_of(PlanOptions).values()))
+
+
+def _report() -> Iterator[str]:
+    yield "## megatron report\n"
+    yield from markdown_table(HEADINGS, map(_row, flags_of(ReportOptions).values()))
 
 
 def _groups(flags: Iterable[Flag]) -> Iterator[str]:

@@ -104,7 +104,7 @@ def _main(program: str, argv: list[str]) -> int:
         selected = _select(commands[name], words) if name else None
         words = [name, "--help"] if name else ["--help"]
         return _typer(program, name, selected)(words, prog_name=program, standalone_mode=False)
-    is_training = program == "megatron" and name != "plan"
+    is_training = program == "megatron" and name not in ("plan", "report")
     start = _run_export if name == "export" else _run_training if is_training else _run_in_process
     argv = _expanded(program, argv)
     config = _read_foreign(argv)
@@ -260,10 +260,16 @@ def _run_export(command: Command, options: Options, sources: Sources, notes: lis
 
 
 def _run_in_process(command: Command, options: Options, sources: Sources, notes: list[str], argv: list[str]) -> int:
-    from .checks.common import check_infer, check_recipe, check_rollout
+    from .checks.common import check_infer, check_recipe, check_report, check_rollout
     from .checks.plan import check_plan
 
-    checks = {"infer": check_infer, "rollout": check_rollout, "prepare": check_recipe, "plan": check_plan}
+    checks = {
+        "infer": check_infer,
+        "rollout": check_rollout,
+        "prepare": check_recipe,
+        "plan": check_plan,
+        "report": check_report,
+    }
     check = checks[argv[1]]
     _print_notes([*notes, *check(options)])
     return _run(command, options, sources)

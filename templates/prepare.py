@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from .dataset.random_access import readable_by_row
 from .dataset.report import describe_packs, describe_sample, describe_source, describe_store
 from .dataset.selection import select_rows, split_rows
 from .dataset.sources import open_sources
+from .dataset.statistics import source_statistics, store_statistics
 from .dataset.store import TokenFile, TokenStore
 from .dataset.token_format import record_batch
 from .dataset.tokenize import Encoder, Row
@@ -55,6 +56,17 @@ class Prepared:
     train: TokenStore | TokenStream
     val: TokenStore | None
     _describe: Callable[[], str]
+    _source_statistics: dict[str, list[JsonObject]] = field(default_factory=dict)  # of training and evaluation data
+
+    @property
+    def statistics(self) -> JsonObject:
+        """Return the statistics of training and evaluation data, for JSON; those of a stream are its sources."""
+        statistics: JsonObject = {}
+        for name, store in (("train", self.train), ("val", self.val)):
+            if store is not None:
+                numbers = store_statistics(store) if isinstance(store, TokenStore) else {"is_streamed": True}
+                statistics[name] = {"sources": self._source_statistics.get(name, []), **numbers}
+        return statistics
 
     @cached_property
     def report(self) -> str:
@@ -85,6 +97,11 @@ class _Part:
         times, rest = divmod(self.total, max(len(self.rows), 1))
         numbers = [np.flatnonzero(np.isin(self.file.rows, self.rows))] * times
         return np.concatenate([*numbers, np.flatnonzero(np.isin(self.file.rows, self.rows[:rest]))])
+
+    @property
+    def dropped(self) -> DroppedRows:
+        """Dropped rows of the file, which belong to the part that another was split from."""
+        return DroppedRows() if self.is_split_off else self.file.dropped
 
     def split(self, ratio: float, random: np.random.Generator) -> "tuple[_Part, _Part]":
         """Return two parts without common rows. The second has about the share `ratio` of the rows."""
@@ -156,7 +173,13 @@ def prepare(
         )
         _check_columns(options.columns, (source.stream() for source, _ in stream.sources))
         val = _make_store(val_parts, options.val_dataset_shuffle, random, encoder) if val_parts else None
-        return Prepared(stream, val, lambda: _describe_stream(stream, val_parts, val, encoder))
+        sources = [{"name": source.name} for source, _ in stream.sources]
+        return Prepared(
+            stream,
+            val,
+            lambda: _describe_stream(stream, val_parts, val, encoder),
+            {"train": sources, "val": _part_statistics(val_parts)},
+        )
     parts = parts_of(names, options.dataset_shuffle)
     _check_columns(options.columns, (part.source.rows(part.rows[:CHECKED_ROWS]) for part in (*parts, *val_parts)))
     if options.split_dataset_ratio and not val_parts:
@@ -172,7 +195,12 @@ def prepare(
     val = _make_store(val_parts, options.val_dataset_shuffle, random, encoder) if val_parts else None
     # The tokenizer's threads are idle from here on, so forked data loaders need no warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return Prepared(train, val, lambda: _describe(options, parts, train, val_parts, val, encoder))
+    return Prepared(
+        train,
+        val,
+        lambda: _describe(options, parts, train, val_parts, val, encoder),
+        {"train": _part_statistics(parts), "val": _part_statistics(val_parts)},
+    )
 
 
 def _check_columns(columns: Collection[str], sources: Iterable[Iterator[Row]]) -> None:
@@ -355,12 +383,11 @@ def _describe(
 
 
 def _describe_parts(parts: list[_Part]) -> list[str]:
-    return [
-        describe_source(
-            part.source.name, part.total, len(part.samples), DroppedRows() if part.is_split_off else part.file.dropped
-        )
-        for part in parts
-    ]
+    return [describe_source(part.source.name, part.total, len(part.samples), part.dropped) for part in parts]
+
+
+def _part_statistics(parts: list[_Part]) -> list[JsonObject]:
+    return [source_statistics(part.source.name, part.total, len(part.samples), part.dropped) for part in parts]
 
 
 def _describe_val(parts: list[_Part], store: TokenStore | None) -> list[str]:

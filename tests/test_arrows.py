@@ -22,7 +22,7 @@ ORDER = {
     "lora checkpoint",
     "templates": "plural machine cache json_types tokenizer options formats media chat_template dataset batching "
     "prepare",
-    "tasks": "options system prepare losses distributed multi_turn turns rewards observability plan run train "
+    "tasks": "options system prepare losses distributed multi_turn turns rewards observability plan run report train "
     "reference convert rollout supervised preference rl distillation infer_metrics infer_media infer_data infer",
     "cli": "flags commands foreign_flags accepted_flags unsupported_flags legacy_flags parse saved_args checks "
     "flags_doc doctor launch guard rollout_servers supervisor ray_launcher training_launch torchrun dialects "

@@ -10,8 +10,9 @@ from ...bridge.option_groups import flag_value, group_of
 from ...bridge.options import Fp8Options, RecomputeOptions
 from ...bridge.pipeline_layout import virtual_pipeline_size
 from ...tasks.observability.reporters import require_reporters
-from ...tasks.options import InferOptions, RecipeOptions, RolloutOptions, SftOptions
+from ...tasks.options import InferOptions, RecipeOptions, ReportOptions, RolloutOptions, SftOptions
 from ...tasks.options.groups import TEMPERATURES, CompletionOptions, LoggingOptions
+from ...tasks.options.report import MAX_RUNS
 from ...tasks.run.planning import ProcessLayout, shard_bytes
 from ...tasks.run.resume import requested_checkpoint
 from ...tasks.run.run_dir import check_idle, default_output_dir
@@ -142,6 +143,17 @@ def check_recipe(options: RecipeOptions) -> list[str]:
         raise UsageError(f"--local_dir {folder}: it is a file. Set a folder.")
     if (path := options.local_dataset_path) and not Path(path).expanduser().exists():
         raise UsageError(f"--local_dataset_path {path}: no such file or folder. Fix the path.")
+    return []
+
+
+def check_report(options: ReportOptions) -> list[str]:
+    """Raise UsageError for unusable options of `megatron report`. Return notes for the user."""
+    if not options.runs:
+        raise UsageError("--runs: missing. Set the folder of a run, as in megatron report megatron_output/model/v0-...")
+    if len(options.runs) > MAX_RUNS:
+        raise UsageError(f"--runs: {len(options.runs)} runs, of which a page compares {MAX_RUNS}. Set fewer.")
+    if (path := options.report_path) and not Path(path).expanduser().absolute().parent.is_dir():
+        raise UsageError(f"--report_path {path}: its folder does not exist. Make it, or set another path.")
     return []
 
 

@@ -45,6 +45,7 @@ from .plan import PlanOptions as PlanOptions  # the option class of `megatron pl
 from .plugins import PluginOptions
 from .policy import PolicyLossOptions
 from .recipes import RecipeOptions as RecipeOptions  # the option class of `swift prepare`
+from .report import ReportOptions as ReportOptions  # the option class of `megatron report`
 from .rewards import RewardOptions
 from .rollout import EngineOptions
 from .rollout import RolloutOptions as RolloutOptions  # the option class of `swift rollout`

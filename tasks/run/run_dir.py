@@ -103,6 +103,17 @@ def check_idle(folder: Path, patience: float = 10.0) -> None:
         _wait_for(stream, folder, patience)
 
 
+def is_running(folder: Path) -> bool:
+    """Return whether a process of this machine holds the lock of a run folder."""
+    if _has_lock(folder / ".lock"):
+        return True
+    try:
+        with (folder / ".lock").open("r+") as stream:  # locked, and released when closed
+            return not _try_lock(stream)
+    except OSError:
+        return False
+
+
 def _wait_for(stream: TextIO, folder: Path, patience: float) -> None:
     deadline = time.monotonic() + patience
     while not _try_lock(stream):

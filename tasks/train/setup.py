@@ -21,6 +21,8 @@ from ..distributed.signals import EXIT_STOPPED
 from ..options import SftOptions
 from ..run.args_json import save_args
 from ..run.context import Run, eval_batches, open_run, train_batches
+from ..run.data_file import write_data_file
+from ..run.environment import environment
 from ..run.interrupt import interruptible
 from ..run.load_weights import read_weights
 from ..run.planning import ProcessLayout
@@ -69,6 +71,7 @@ def _train(
     max_steps = last_step(run, train)
     if run.writes:
         print(*_describe_data(run, train, max_steps), sep="\n", flush=True)
+    broadcast_from_rank0(lambda: write_data_file(run.folder, run.data))
     adapters = options.tuner.has_adapters
     model = run_on_all_ranks(
         lambda: build_model(run.hf_config, options.build, run.dtype, adapters=adapters, vision=run.builds_tower)
@@ -93,7 +96,9 @@ def _train(
         model, chunks, optimizer, schedule, options.optimizer.clip_grad, spikes, tower=tower and tower.module
     )
     notes += objective_notes + restore(run, training)
-    broadcast_from_rank0(lambda: save_args(run.folder / "args.json", options, sources, kernels=str(model.kernels)))
+    layout = ProcessLayout.of(options.build, dist.get_world_size())
+    facts = {"kernels": str(model.kernels), "layout": str(layout), **environment()}
+    broadcast_from_rank0(lambda: save_args(run.folder / "args.json", options, sources, **facts))
     if run.writes:
         print(*tuner_lines, *notes, sep="\n")
         print(f"{model.kernels}; weights: {str(run.dtype).removeprefix('torch.')}")

@@ -12,9 +12,11 @@ from ...bridge.checkpoint.writer import ShardWriter
 from ...bridge.parallel import barrier
 from ...templates.batching.collator import Batch
 from ...templates.batching.dataloader import Batches
+from ...templates.json_types import JsonObject
 from ..distributed.signals import Stop
 from ..distributed.watchdog import Watchdog
 from ..observability.profiler import Profile
+from ..report.command import write_report
 from ..run.context import Run, streamed
 from .callbacks import (
     Callback,
@@ -210,7 +212,7 @@ class Trainer:
         with suppress(OSError, RuntimeError):
             self._checkpointer.wait()  # threads write it, independent of the ranks' main threads
         if isinstance(error, NonFiniteError):
-            self.log.close({"stopped": str(error)} | self._last_checkpoints())
+            self._close_log({"stopped": str(error)})
 
     def _finish(self) -> None:
         self.watchdog.phase("the end of training")
@@ -229,13 +231,16 @@ class Trainer:
                 "Set --resume_from_checkpoint auto to resume."
             )
         stopped = {"stopped": self.stop_reason} if self.stop_reason else {}
-        self.log.close(stopped | self._last_checkpoints())
+        self._close_log(stopped)
+
+    def _close_log(self, summary: JsonObject) -> None:
+        """Write the summary and, on the rank that writes the log, the report."""
+        last = {f"last_{name}": str(path) for name, path in self._checkpointer.last.items()}
+        self.log.close(summary | {"last_checkpoint": None} | last)
+        if self.run.writes:
+            write_report(self.run.folder, self.log.note)
 
     @property
     def last_checkpoint(self) -> Path | None:
         """Folder of the last complete checkpoint."""
         return self._checkpointer.last.get("checkpoint")
-
-    def _last_checkpoints(self) -> dict[str, str | None]:
-        last = {f"last_{name}": str(path) for name, path in self._checkpointer.last.items()}
-        return {"last_checkpoint": None} | last

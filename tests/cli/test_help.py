@@ -48,6 +48,8 @@ def test_help_lists_commands(capsys) -> None:
             "sft",
             "rlhf",
             "export",
+            "plan",
+            "report",
             "run",
             "convert",
         ]

@@ -10,6 +10,7 @@ import pytest
 from megaswift.tasks.rollout.weight_sync import checksum
 
 from tests.tasks.preference.runs import assert_close
+from tests.tasks.report.pages import Page
 from tests.tasks.rl.runs import BASE, LENGTH, LORA, MOE, Place, Trained, assert_same_steps, prompts
 
 pytestmark = pytest.mark.slow
@@ -54,6 +55,17 @@ def asked(run: Trained, generation: int) -> list[int]:
     of = [rows[json.dumps(row["messages"])] for row in run.completions if row["generation"] == generation]
     assert all(len(set(of[start : start + 4])) == 1 for start in range(0, len(of), 4))
     return of[::4]
+
+
+def test_the_report_has_completions_and_times(place: Place) -> None:
+    run = place.run(BASE)
+    (content,) = Page(run.folder / "report.html").content["runs"]
+    rows = [(row["completion"], row["reward"], row["generation"]) for row in content["completions"]["rows"]]
+    assert rows == [(row["completion"], row["reward"], row["generation"]) for row in run.completions]
+    assert content["curves"]["reward"]["values"] == pytest.approx(
+        [row["reward"] for row in run.steps if "reward" in row]
+    )
+    assert {"generation", "scoring", "reference model", "training"} <= content["phases"]["totals"].keys()
 
 
 @later

@@ -12,6 +12,7 @@ import safetensors
 import torch
 
 from tests import prepared, tiny
+from tests.tasks.report.pages import Page
 
 pytestmark = pytest.mark.slow
 MEGATRON = Path(sys.executable).parent / "megatron"
@@ -96,6 +97,26 @@ def test_the_log_keeps_its_promise(alone):
     kept = json.loads((alone / "args.json").read_text())
     assert kept["options"]["lr"] == {"value": 1e-3, "source": "command line"}
     assert "scaled_dot_product_attention" in kept["kernels"]
+
+
+def test_a_report_is_beside_the_log(alone, place):
+    from transformers import AutoTokenizer
+
+    (run,) = Page(alone / "report.html").content["runs"]
+    assert run["state"] == "finished"
+    assert run["curves"]["loss"]["values"] == pytest.approx(losses(alone), rel=1e-5)
+    assert run["curves"]["eval_loss"]["steps"] == [4, 8, 9]
+    assert [checkpoint["name"] for checkpoint in run["checkpoints"]] == ["checkpoint-9"]
+    assert run["args"]["layout"].startswith("1 process = TP 1")
+    assert torch.__version__.startswith(run["args"]["versions"]["torch"])
+    tokenizer = AutoTokenizer.from_pretrained(place / "qwen3")
+    rows = [
+        [{"role": "user", "content": r["query"]}, {"role": "assistant", "content": r["response"]}] for r in SUMS[:34]
+    ]
+    lengths = [len(tokenizer.encode(tokenizer.apply_chat_template(row, tokenize=False))) for row in rows]
+    data = run["data"]["train"]
+    assert (data["samples"], data["tokens"]) == (34, sum(lengths))
+    assert sum(data["lengths"]["counts"]) == 34
 
 
 def test_the_checkpoint_is_a_model_for_transformers_and_eval_loss_is_its_loss(alone, place):
