@@ -40,14 +40,14 @@ from ..templates.chat_template.non_thinking import OFF
 from ..templates.dataset.placed_media import expand
 from ..templates.dataset.tokenize import place_media
 from ..templates.formats.dataset_names import resolve_text
-from ..templates.formats.medium import Medium, has_sentinels
+from ..templates.formats.medium import Medium, has_sentinels, json_source, media_columns
 from ..templates.formats.schemas import Conversation, UnusableRow
 from ..templates.json_types import JsonObject
 from ..templates.media.processor import VisionProcessor
 from ..templates.plural import plural
 from .convert.peft_model import attach_adapter, merge_adapter
 from .infer_data import InferPrompt, RunData, read_prompts
-from .infer_media import EncodedPrompt, media_columns, media_inputs, open_vision, read_query, with_tags
+from .infer_media import EncodedPrompt, media_inputs, open_vision, read_query, with_tags
 from .infer_metrics import METRICS
 from .options import InferOptions
 from .rollout.lora_support import RANKS, lora_rank_bucket
@@ -180,7 +180,7 @@ def answer(engine: "ChatEngine", prompts: list[InferPrompt], path: Path, options
             for prompt, response in zip(batch, answers, strict=True):
                 messages = [*with_tags(prompt.conversation.messages), {"role": "assistant", "content": response}]
                 row = {"messages": messages, "response": response, "labels": prompt.label}
-                row |= media_columns(prompt.conversation.media)
+                row |= media_columns(prompt.conversation.media, json_source)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             responses += answers
             file.flush()

@@ -3,9 +3,7 @@
 Parsing, sizes, tokens and pixels are those of training.
 """
 
-import base64
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ import numpy as np
 from ..bridge.checkpoint.pretrained import load_tokenizer
 from ..templates.dataset.placed_media import PlacedMedium
 from ..templates.formats.media_rows import open_tags, to_media_conversation
-from ..templates.formats.medium import KINDS, SENTINELS, MediaKind, Medium
+from ..templates.formats.medium import KINDS, MediaKind, Medium, to_tags
 from ..templates.formats.schemas import UnusableRow
 from ..templates.json_types import Json, JsonObject
 from ..templates.media.families import FAMILIES
@@ -27,7 +25,6 @@ from ..templates.options import MediaOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-TAGS = str.maketrans({sentinel: f"<{kind}>" for kind, sentinel in SENTINELS.items()})
 INPUTS: dict[MediaKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
@@ -131,31 +128,8 @@ def read_query(text: str, vision: VisionProcessor, ask: Callable[[str], str]) ->
 def with_tags(messages: Iterable[JsonObject]) -> list[JsonObject]:
     """Return messages with tags in place of sentinels."""
     return [
-        message | {"content": content.translate(TAGS)} if (content := message["content"]) else message
-        for message in messages
+        message | {"content": to_tags(content)} if (content := message["content"]) else message for message in messages
     ]
-
-
-def media_columns(media: Sequence[Medium]) -> JsonObject:
-    """Return the columns `images` and `videos` of a row of the result file, without those that are empty."""
-    columns: JsonObject = {
-        f"{kind}s": [_json_source(medium.source) for medium in media if medium.kind == kind] for kind in INPUTS
-    }
-    return {name: sources for name, sources in columns.items() if sources}
-
-
-def _json_source(source: Any) -> Json:
-    """Return a source as JSON: bytes without a file as a data URI."""
-    match source:
-        case list() | tuple():
-            return [_json_source(frame) for frame in source]
-        case {"path": str(path), **others} if others.get("bytes") is None or os.path.exists(path):
-            return path
-        case {"bytes": bytes(data)} | bytes(data):
-            return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
-        case str():
-            return source
-    return None
 
 
 def count_media(messages: Iterable[JsonObject]) -> int:

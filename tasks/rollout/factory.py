@@ -15,7 +15,7 @@ from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
 from ..distributed.collectives import rank0_only, run_on_all_ranks
 from ..options.rollout import EngineOptions
-from ..run.context import Run
+from ..run.context import Run, has_media
 from ..system.memory import used_gib
 from ..train.offload import HostBuffer, TrainerOffload, free_memory
 from ..train.step import TrainState
@@ -135,7 +135,11 @@ class ModelRollout(EngineGroup[Engine]):
     GPU memory is in one of three states. train: engines sleep. sync: the state that only a step needs is offloaded, and
     weights go to the engines. generate: the trainer's weights are offloaded too.
 
+    The vision tower is sent where the data has images: if it is trained, with all weights; else once, and again after
+    an engine has lost its weights.
+
     `moves`: state to offload; None: none.
+    `frees_weights`: sleeping engines free their weights.
     `held`: GiB in use on the GPU at the end of each state, at its last visit.
     """
 
@@ -149,6 +153,7 @@ class ModelRollout(EngineGroup[Engine]):
         *,
         sleeps: bool = False,
         sends_adapter: bool = False,
+        frees_weights: bool = False,
         moves: OffloadPlan | None = None,
     ):
         super().__init__(engine, group)
@@ -157,6 +162,8 @@ class ModelRollout(EngineGroup[Engine]):
         self._sleeps, self._moves = sleeps, moves
         self._adapter = model.lora if sends_adapter else None  # sent without the base weights
         self._is_base_verified = False
+        self._needs_tower, self._has_tower = model.vision is not None and has_media(run.data), False
+        self._keeps_tower = not (frees_weights or (model.vision is not None and model.vision.trains))
         self._offload: TrainerOffload | None = None
         self._training: TrainState | None = None
 
@@ -212,15 +219,19 @@ class ModelRollout(EngineGroup[Engine]):
                         self._verify_base_weights()
                 return done
             except WeightsLost:  # a restarted server
-                self._is_base_verified = False
+                self._is_base_verified = self._has_tower = False
 
     def _send(self, engine: Engine | None, *, merge: bool = False, adapter: Lora | None = None) -> SyncStats:
         run, chunks = self.run, self.model.chunks
+        if self._needs_tower and not self._has_tower:
+            chunks = self.model.parts
         if adapter is None:
             weights = stream_weights(chunks, run.hf_config, run.model_folder, dtype=run.dtype, merge=merge)
         else:
             weights = scaled(stream_adapter(chunks, run.hf_config, adapter), adapter.settings.scaling, run.dtype)
-        return sync(engine, weights, dtype=run.dtype, seed=self.syncs)
+        stats = sync(engine, weights, dtype=run.dtype, seed=self.syncs)
+        self._has_tower = self._keeps_tower
+        return stats
 
     def _verify_base_weights(self) -> None:
         """Check that an engine has loaded the adapter's base weights, which it reads by itself."""

@@ -216,11 +216,16 @@ def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Any
         ProcessLayout.of(run.options.build, dist.get_world_size()),
         data_rank=groups.dp.rank(),
         context_rank=groups.cp.rank(),
-        encoder_rank=groups.tp.rank() + groups.tp.size() * (groups.cp.rank() + groups.cp.size() * groups.pp.rank()),
+        encoder_rank=_encoder_rank(groups),
         vision=run.vision,
         shuffle=shuffle,
         pad_token_id=run.tokenizer.pad_token_id or 0,
     )
+
+
+def _encoder_rank(groups: ProcessGroupCollection) -> int:
+    """Return this rank's number in its replica, which shares the encoding of images."""
+    return groups.tp.rank() + groups.tp.size() * (groups.cp.rank() + groups.cp.size() * groups.pp.rank())
 
 
 def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
@@ -234,6 +239,10 @@ def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
             context_parallel_size=layout.context,
             pad_token_id=run.tokenizer.pad_token_id or 0,
             stage="prompts",
+            vision=run.vision,
+            encoder_rank=_encoder_rank(groups),
+            encoder_ranks=groups.tp.size() * groups.cp.size() * groups.pp.size(),
+            strict=options.data.strict,
         ),
         options.training.micro_batch_size,
         rank=groups.dp.rank(),

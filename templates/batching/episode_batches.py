@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from ..dataset.packing import pack
+from ..dataset.placed_media import PlacedMedium
 from ..dataset.samples import TokenizedSample
 from .collator import Batch, BatchLayout, GlobalTotals, loss_weight
 
@@ -45,6 +46,8 @@ class Sequences:
     values: list[np.ndarray] = field(default_factory=list)  # float32 [length]: ValueExtras, with `returns`; or none
     returns: list[np.ndarray] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)  # int16 [length, layers, topk]: Batch.experts; or none
+    media: list[Sequence[PlacedMedium]] = field(default_factory=list)  # images and videos of each document; or none
+    media_owners: list[int] = field(default_factory=list)  # equal for documents with the same media; or none
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -113,7 +116,10 @@ class BatchPlan:
     def _batch(self, sequences: Sequences, row: list[list[int]], totals: GlobalTotals, width: int) -> Batch:
         def tokenized_sample(number: int) -> TokenizedSample:
             document = sequences.tokens[number], sequences.weights[number]
-            return TokenizedSample([document], np.array([sequences.labels[number]], np.float32), number)
+            media = sequences.media[number] if sequences.media else ()
+            owner = sequences.media_owners[number] if sequences.media_owners else -1
+            label = np.array([sequences.labels[number]], np.float32)
+            return TokenizedSample([document], label, number, media=media, media_owner=owner)
 
         batch = self.layout.collate(
             [[tokenized_sample(number) for number in sample] for sample in row], totals, width, 1

@@ -1,12 +1,13 @@
 """Prompts of all epochs in order, and the run's position in them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ..dataset.placed_media import Document
+from ..dataset.placed_media import Document, PlacedMedium
+from ..dataset.samples import TokenizedSample
 from ..dataset.store import TokenStore
 from ..json_types import JsonObject
 from .collator import BatchLayout
@@ -19,7 +20,9 @@ class Prompt(NamedTuple):
     source_row: str  # file and row number, for messages
     tokens: list[int]
     columns: JsonObject  # of the row; `messages` are those of the prompt
+    media: Sequence[PlacedMedium] = ()  # images and videos of the prompt, placed in its expanded tokens
     reference_document: Document | None = None  # conversation with the answer in the row, if there is one
+    reference_media: Sequence[PlacedMedium] = ()  # its images and videos
 
 
 class Prompts:
@@ -92,6 +95,11 @@ class Prompts:
         return max(math.ceil(epochs * self.samples - 1e-6) - trained, 0)
 
     def _prompt(self, number: int) -> Prompt:
-        (ids, _), *answered_documents = self.store.row(number)
+        documents = self.store.row(number)
+        sample = TokenizedSample(documents, self.store.label(number), number, media=self.store.media(number))
         columns, source_row = self.store.columns(number), self.store.source_row(number)
-        return Prompt(source_row, ids.tolist(), columns, next(iter(answered_documents), None))
+        prompt_media, *answer_media = sample.media_by_document
+        prompt = Prompt(source_row, documents[0][0].tolist(), columns, prompt_media)
+        if len(documents) == 1:
+            return prompt
+        return prompt._replace(reference_document=documents[1], reference_media=answer_media[0])

@@ -8,9 +8,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..formats.dataset_names import resolve_text
-from ..formats.media_rows import FEW_STAGES, has_media, to_media_conversation, to_media_text
-from ..formats.medium import SENTINELS, Medium, has_sentinels
-from ..formats.paired_media_rows import to_classified, to_media_answer, to_media_contrastive, to_media_pair
+from ..formats.media_rows import FEW_STAGES, NO_VIDEOS, has_media, to_media_conversation, to_media_text
+from ..formats.medium import SENTINELS, Medium, has_sentinels, media_columns, source_name, to_tags
+from ..formats.paired_media_rows import (
+    to_classified,
+    to_media_answer,
+    to_media_contrastive,
+    to_media_pair,
+    to_media_question,
+)
 from ..formats.paired_rows import (
     ContrastiveRow,
     Passage,
@@ -24,9 +30,9 @@ from ..formats.paired_rows import (
     to_pair,
 )
 from ..formats.schemas import (
+    MEDIA,
     MESSAGES,
     POOLED,
-    PROMPTED,
     Conversation,
     Stage,
     UnusableRow,
@@ -100,7 +106,6 @@ class Renderer:
 
     def __call__(self, row: JsonObject) -> list[Rendered]:
         """Return the samples of a row. Raises UnusableRow."""
-        self._check_media(row)
         match self.stage:
             case "sft":
                 return [([self._with_loss_weights(self._conversation(row))], [])]
@@ -120,17 +125,17 @@ class Renderer:
             case "reranker":
                 return self._reranker_samples(row)
             case "prompts" | "answered" | "asked":
-                prompt = Text(self._template.render(self._prompt_conversation(row), prompt=True))
-                conversation = None
-                if self.stage != "prompts":
-                    conversation = to_answered(row, is_required=self.stage == "answered")
-                return [([prompt, *([self._with_loss_weights(conversation)] if conversation else [])], [])]
+                conversation, answered = self._prompt_and_answer(row)
+                text = self._template.render(conversation, prompt=True)
+                prompt = self._checked(Text(text, media=conversation.media))
+                return [([prompt, *([self._with_loss_weights(answered)] if answered else [])], [])]
 
     def columns(self, row: JsonObject) -> bytes:
         """Return the row of a prompt as JSON, for reward functions, with the messages of the prompt."""
-        self._check_media(row)
-        others = {name: value for name, value in drop_missing(row).items() if name not in MESSAGES}
-        messages = self._prompt_conversation(row).messages
+        others = {name: value for name, value in drop_missing(row).items() if name not in (*MESSAGES, *MEDIA)}
+        prompt = self._prompt_and_answer(row)[0]
+        messages = [message | {"content": to_tags(message["content"])} for message in prompt.messages]
+        others |= media_columns(prompt.media, source_name)
         return json.dumps(others | {"messages": messages}, ensure_ascii=False, default=str).encode()
 
     def notes(self) -> list[str]:
@@ -141,10 +146,6 @@ class Renderer:
         if self.adds_non_thinking_prefix and not non_thinking_prefix(self.chat, Conversation([], [])):
             notes.append("--add_non_thinking_prefix: no effect, the chat template has no empty thought to add")
         return notes
-
-    def _check_media(self, row: JsonObject) -> None:
-        if self.vision and self.stage in PROMPTED and has_media(row):
-            raise UnusableRow(f"it has images or videos: {FEW_STAGES}")
 
     def _conversation(self, row: JsonObject) -> Conversation:
         """Return the conversation of a row, with its media and with its objects as text."""
@@ -187,11 +188,24 @@ class Renderer:
                 text = text.replace(sentinel, self.vision.placeholder_text(kind))
         return text
 
-    def _prompt_conversation(self, row: JsonObject) -> Conversation:
-        conversation = to_prompt(row)
-        conversation.tools = conversation.tools or self.tools
-        self._add_system(conversation)
-        return conversation
+    def _prompt_and_answer(self, row: JsonObject) -> tuple[Conversation, Conversation | None]:
+        """Return the prompt of a row, and the conversation with its answer, where the stage reads it and it has one."""
+        answered = None
+        if self.vision and self.stage == "prompts":
+            prompt, objects = to_media_question(row)
+            if any(medium.kind == "video" for medium in prompt.media):
+                raise UnusableRow(NO_VIDEOS)
+            if objects:
+                name_objects(prompt, objects, self.vision)
+        else:
+            if self.vision and has_media(row):
+                raise UnusableRow(f"it has images or videos: {FEW_STAGES}")
+            prompt = to_prompt(row)
+            if self.stage != "prompts":
+                answered = to_answered(row, is_required=self.stage == "answered")
+        prompt.tools = prompt.tools or self.tools
+        self._add_system(prompt)
+        return prompt, answered
 
     def _with_loss_weights(self, conversation: Conversation) -> Text:
         """Return a conversation's text with the loss weights of its answers, from messages or --loss_scale."""

@@ -116,6 +116,8 @@ class Encoder:
             parts.append([self.vision.fingerprint, os.environ.get("ROOT_IMAGE_DIR")])
             if self.stage not in UNGROUPED:
                 parts.append("media of several documents")  # earlier versions dropped such rows
+            if self.stage == "prompts":
+                parts.append("media of prompts")  # likewise
         return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
     def encode(self, rows: Iterable[Row]) -> tuple[list[EncodedSample], DroppedRows]:

@@ -13,7 +13,14 @@ from ..json_types import Json, JsonObject
 from .media_rows import COLUMNS, MediaRow, split_media, to_media_conversation, to_media_text
 from .medium import MediaKind, Medium
 from .paired_rows import ContrastiveRow, Passage, to_answer, to_contrastive, to_pair
-from .schemas import UNGROUPED, Conversation, Stage, UnusableRow
+from .schemas import (
+    UNGROUPED,
+    Conversation,
+    Stage,
+    UnusableRow,
+    to_open_conversation,
+    without_answer,
+)
 
 
 def to_media_pair(row: JsonObject) -> tuple[tuple[Conversation, Conversation], JsonObject | None]:
@@ -31,6 +38,14 @@ def to_media_answer(row: JsonObject) -> tuple[Conversation, JsonObject | None]:
     conversation = to_answer(media_row.row)
     media_row.place_in(conversation)
     return conversation, media_row.objects
+
+
+def to_media_question(row: JsonObject) -> tuple[Conversation, JsonObject | None]:
+    """Return the conversation of a row without its final answer, with its media, and the row's objects."""
+    media_row = split_media(row)
+    conversation = to_open_conversation(media_row.row)
+    media_row.place_in(conversation)
+    return without_answer(conversation), media_row.objects
 
 
 def to_media_contrastive(row: JsonObject) -> ContrastiveRow:
@@ -58,6 +73,8 @@ def media_of(row: JsonObject, stage: Stage) -> list[Medium]:
             media = [conversation.media for conversation in to_media_pair(row)[0]]
         case "kto":
             media = [to_media_answer(row)[0].media]
+        case "prompts":
+            media = [to_media_question(row)[0].media]
         case "seq_cls":
             media = [to_classified(row)[1]]
         case "embedding" | "reranker":

@@ -14,11 +14,11 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..json_types import Json, JsonObject
-from .medium import Medium
+from .medium import Medium, count_sentinels
 
 Stage = Literal[
     "sft", "pt", "preference", "kto", "seq_cls", "embedding", "reranker", "prompts", "answered", "asked"
@@ -185,13 +185,28 @@ def to_prompt(row: JsonObject) -> Conversation:
 
     An answer in a separate column may have any form, because only reward functions read it.
     """
+    return without_answer(to_open_conversation(row))
+
+
+def to_open_conversation(row: JsonObject) -> Conversation:
+    """Return the conversation of a row, without an answer in a separate column."""
     unread = {column: "" for column in RESPONSE if not is_missing(row.get(column))}
-    conversation = to_conversation(type(row)(row | unread), answered=False, strict=False)
-    while conversation.messages and conversation.messages[-1]["role"] == "assistant":
-        del conversation.messages[-1], conversation.weights[-1]
-    if not conversation.messages or conversation.messages[-1]["role"] == "system":
+    return to_conversation(type(row)(row | unread), answered=False, strict=False)
+
+
+def without_answer(conversation: Conversation) -> Conversation:
+    """Return a conversation without the assistant's messages at its end, and the media there."""
+    messages = conversation.messages
+    count = next((count for count in range(len(messages), 0, -1) if messages[count - 1]["role"] != "assistant"), 0)
+    if not count or messages[count - 1]["role"] == "system":
         raise UnusableRow("it has no prompt: a message of the user (or of a tool) is needed")
-    return conversation
+    removed = sum(count_sentinels(message["content"]) for message in messages[count:])
+    return replace(
+        conversation,
+        messages=messages[:count],
+        weights=conversation.weights[:count],
+        media=conversation.media[: len(conversation.media) - removed],
+    )
 
 
 def with_columns(conversation: Conversation, row: JsonObject) -> Conversation:
