@@ -77,7 +77,7 @@ ROLLOUT = (
     only("skip_rollout", False, fix="Remove it"),
     only("quantization", False, fix="The engine has the policy's type. Remove it"),
     computed("enable_rollout_routing_replay", "router_replay_mode", text="true: R3"),
-    only("limit_images", fix="GRPO trains text alone"),
+    needless("limit_images", "the limit is the most images of a prompt of the data"),
     needless("skip_dump_dir", "read with skip_rollout alone"),
     needless("trace.**", "completions are written by --log_completions true"),
     needless("prometheus.**", "a server's numbers are at /metrics"),

@@ -1,24 +1,18 @@
 """Checks of runs whose prompts have images, before any model is loaded."""
 
 from ..options import GrpoOptions, PpoOptions
-from ..rollout.factory import engine_kind
 from ..run.context import Run, has_media
 from .reward_scorer import check_reward_columns
 
-ENGINES = {"vllm": "--use_vllm true", "server": "--vllm_mode server"}
-
 
 def check_data(run: Run) -> None:
-    """Raise ValueError on every rank for data that the rewards, the engine or the critic cannot use."""
+    """Raise ValueError on every rank for data that the rewards or the critic cannot use."""
     check_reward_columns(run)
     options = run.options
     assert isinstance(options, GrpoOptions)
     if not has_media(run.data):
         return
     problem = "the data has images, which {} not see in this version"
-    kind = engine_kind(options.engine)
-    if kind in ENGINES:
-        raise ValueError(f"{ENGINES[kind]}: {problem.format('its engine does')}. Set --use_vllm false.")
     if isinstance(options, PpoOptions):
         raise ValueError(f"--rlhf_type ppo: {problem.format('the critic does')}. Set --rlhf_type grpo.")
     if options.rewards.reward_model:

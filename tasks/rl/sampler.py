@@ -12,7 +12,7 @@ from ...templates.media.processor import VisionProcessor
 from ..options.groups import CompletionOptions, SamplingOptions
 from ..rollout.engine import Completion, Request, Sampling
 from ..rollout.engine_group import EngineGroup
-from ..rollout.request_image import RequestImage
+from ..rollout.request_image import training_image
 from ..run.vocabulary import check_tokens
 
 
@@ -99,7 +99,7 @@ class Sampler:
     def _with_images(self, requests: Sequence[Request], images: Sequence[Sequence[PlacedMedium]]) -> list[Request]:
         """Return requests with their images, which completions of a prompt share, and one placeholder for each."""
         assert self.vision is not None
-        shared = {id(image.medium): RequestImage(image, self.vision) for placed in images for image in placed}
+        shared = {id(image.medium): training_image(image, self.vision) for placed in images for image in placed}
         return [
             replace(
                 request,

@@ -15,7 +15,7 @@ from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
 from ..distributed.collectives import rank0_only, run_on_all_ranks
 from ..options.rollout import EngineOptions
-from ..run.context import Run, has_media
+from ..run.context import Run, has_media, most_images
 from ..system.memory import used_gib
 from ..train.offload import HostBuffer, TrainerOffload, free_memory
 from ..train.step import TrainState
@@ -47,13 +47,24 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
             sleep_level=level,
             adapter_rank=rank,
             vocab_size=get_vocab_size(run.hf_config),
+            images=most_images(run.data),
             turns=tuple(turn_flags(run.options)),
             address_flags=address_flags(options),
         )
         engine = rank0_only(lambda: ServerEngine(urls, settings))
         note, offload = f"completions: {', '.join(urls)}", OffloadPlan(weights, optimizer)
         offload = offload if weights or optimizer or level else None
-        return ModelRollout(run, model, engine, None, note, sleeps=level > 0, sends_adapter=bool(rank), moves=offload)
+        return ModelRollout(
+            run,
+            model,
+            engine,
+            None,
+            note,
+            sleeps=level > 0,
+            sends_adapter=bool(rank),
+            frees_weights=level > 1,
+            moves=offload,
+        )
     if engine_kind(options) == "vllm":
         return _colocated(run, model, options, experts=experts, rank=rank)
     engine = run_on_all_ranks(lambda: TransformersEngine(engine_folder(run), dtype=run.dtype, load=False))
@@ -85,12 +96,21 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
         initial_weights.offload(tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
         free_memory()
     settings = {"dtype": run.dtype, "experts": experts, "sleep_level": level, "memory_share": memory_share}
+    settings["most_images"] = most_images(run.data)
     settings["adapter_rank"] = rank and max(rank, options.vllm_max_lora_rank or 0)
     engine = run_on_all_ranks(lambda: VllmEngine(engine_folder(run), options, **settings))
     idle = level > 0 or moves.weights or moves.optimizer
     group = options.vllm_tensor_parallel_size
     rollout = ModelRollout(
-        run, model, engine, group, note, sleeps=level > 0, sends_adapter=bool(rank), moves=moves if idle else None
+        run,
+        model,
+        engine,
+        group,
+        note,
+        sleeps=level > 0,
+        sends_adapter=bool(rank),
+        frees_weights=level > 1,
+        moves=moves if idle else None,
     )
     rollout.sleep()  # to make room for the optimizer
     initial_weights.onload()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests import tiny_vision
+from tests.tasks.distillation.test_teacher_server import teaching
 from tests.tasks.preference.runs import assert_close
 from tests.tasks.rl import upstream
 from tests.tasks.rl.runs import DIFFERENCE, Place, Trained, assert_same_steps, of_training
@@ -99,6 +100,14 @@ def test_layouts_agree(layout: str, images: Place) -> None:
     assert_same_steps(images.run(f"{base} {LAYOUTS[layout]}", processes=2), images.run(base))
 
 
+def test_a_server_generates_as_the_process_does(images: Place) -> None:
+    """With the weights of each step, the tower among them."""
+    flags = f"{FLAGS} {ALL} --beta 0 --steps_per_generation 1 --lr 3e-3"
+    with teaching(images.folder / "vision", torch_dtype="float32") as (url, _):
+        served = images.run(f"{flags} --use_vllm true --vllm_mode server --vllm_server_base_url {url}")
+    assert_same_steps(served, images.run(flags))
+
+
 def test_resumed_steps_see_the_images(images: Place) -> None:
     """The checkpoint holds episodes that are still to be trained on; one image is in base64."""
     rows = [question(number) for number in range(6)]
@@ -131,10 +140,6 @@ def named(completion_ids, images, goal, messages, **columns):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            "--use_vllm true --vllm_mode server --vllm_server_port 1",
-            "--vllm_mode server: the data has images, which its engine does",
-        ),
         ("--rlhf_type ppo --num_generations 1", "--rlhf_type ppo: the data has images, which the critic does"),
         ("--reward_funcs waves --reward_model other", "--reward_model other: the data has images, which it does"),
     ],
