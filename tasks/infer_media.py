@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..bridge.checkpoint.pretrained import load_tokenizer
-from ..templates.dataset.placed_media import PlacedMedium
+from ..templates.dataset.placed_media import PlacedMedium, collapse
 from ..templates.formats.media_rows import open_tags, to_media_conversation
 from ..templates.formats.medium import KINDS, MediaKind, Medium, to_tags
 from ..templates.formats.schemas import UnusableRow
 from ..templates.json_types import Json, JsonObject
 from ..templates.media.families import FAMILIES
+from ..templates.media.images import open_image
 from ..templates.media.processor import VisionProcessor
 from ..templates.options import MediaOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from .rollout.engine import Request
 
 INPUTS: dict[MediaKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
@@ -104,11 +107,38 @@ def media_inputs(prompts: Sequence[EncodedPrompt], tokens: "Tensor", vision: Vis
 
 def _decode(prompt: EncodedPrompt, placed: PlacedMedium, vision: VisionProcessor) -> np.ndarray:
     assert placed.medium is not None
+    with _named_row(prompt, placed.medium):
+        return vision.patches(placed.medium, placed.plan.grid)
+
+
+@contextmanager
+def _named_row(prompt: EncodedPrompt, medium: Medium) -> Iterator[None]:
+    """Raise ValueError, naming row and file, for a medium that cannot be used."""
     try:
-        with _named(placed.medium):
-            return vision.patches(placed.medium, placed.plan.grid)
+        with _named(medium):
+            yield
     except UnusableRow as error:
         raise ValueError(f"--val_dataset: {prompt.name}: {error}" if prompt.name else str(error)) from error
+
+
+def to_request(prompt: EncodedPrompt, vision: VisionProcessor | None) -> "Request":
+    """Return a prompt with its images as engines take it. Raises ValueError as `media_inputs`."""
+    from .rollout.engine import Request
+    from .rollout.request_image import RequestImage
+
+    images = []
+    for placed in prompt.media:
+        assert placed.medium is not None
+        assert vision is not None
+        with _named_row(prompt, placed.medium):
+            pixels = open_image(placed.medium.source, allow_private=vision.allow_private)
+        limits = vision.limits.of_row(placed.medium.limits)
+        images.append(RequestImage(lambda pixels=pixels: pixels, limits.min_pixels, limits.max_pixels))
+    return Request(collapse(prompt.ids, prompt.media), 0, images=images, prompt_length=len(prompt.ids))
+
+
+def has_videos(media: Iterable[Medium]) -> bool:
+    return any(medium.kind == "video" for medium in media)
 
 
 def read_query(text: str, vision: VisionProcessor, ask: Callable[[str], str]) -> tuple[str, list[Medium]]:

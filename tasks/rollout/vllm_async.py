@@ -70,7 +70,7 @@ class VllmBackend:
                 weight_transfer_config=WeightTransferConfig(backend=NAME),
                 worker_extension_cls=EXTENSION,
                 **lora_arguments(folder, max_rank),
-                **image_arguments(options),
+                **image_arguments(folder, options),
                 **engine_kwargs(options.vllm_engine_kwargs),
             )
         )

@@ -109,7 +109,7 @@ class VllmEngine:
                 enable_return_routed_experts=experts,
                 use_tqdm_on_load=sys.stderr.isatty(),
                 **lora,
-                **image_arguments(options, most_images),
+                **image_arguments(Path(folder), options, most_images),
                 generation_config="vllm",  # no defaults other than Sampling's
                 logprobs_mode="raw_logprobs",  # see _set_temperature
                 **engine_kwargs(options.vllm_engine_kwargs),

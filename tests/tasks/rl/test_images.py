@@ -84,6 +84,17 @@ def test_engine_has_the_weights_of_each_step(trained: str, images: Place) -> Non
     assert (sent[0] > sent[1]) == (not trained)
 
 
+def test_completions_of_a_prompt_share_its_images(images: Place) -> None:
+    """A micro batch has all four completions of a prompt: two prompts a step."""
+    run = images.run(f"{FLAGS} --beta 0 --micro_batch_size 4")
+    counts = [len(question(number)["images"]) for number in range(6)]
+    assert [row.get("images", 0) for row in run.steps] == [
+        counts[0] + counts[1],
+        counts[2] + counts[3],
+        sum(counts[4:]),
+    ]
+
+
 LAYOUTS = {
     "data": "",
     "tensor": "--tensor_model_parallel_size 2 --sequence_parallel true",
