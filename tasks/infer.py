@@ -410,11 +410,15 @@ class VllmChat(ChatEngine):
             _check_for_vllm(adapter, options)
             lora_options = {"enable_lora": True, "max_lora_rank": lora_rank_bucket(adapter.config.get("r", 8))}
         super().__init__(folder, options, vision)
-        from vllm import LLM  # pyright: ignore[reportMissingImports]
-        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+        import torch
 
         from .rollout.vllm_images import image_arguments, vllm_prompt
-        from .rollout.vllm_kwargs import engine_kwargs
+        from .rollout.vllm_kwargs import engine_kwargs, set_cpu_defaults
+
+        if not torch.cuda.is_available():
+            set_cpu_defaults()
+        from vllm import LLM  # pyright: ignore[reportMissingImports]
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         self.llm = LLM(
             str(folder),

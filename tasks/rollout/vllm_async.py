@@ -20,7 +20,7 @@ from .lora_support import DEFAULT_RANK, lora_rank_bucket
 from .vllm_adapter import VllmObject, lora_request
 from .vllm_engine import check_experts, lora_arguments, sampling_params, to_completion
 from .vllm_images import image_arguments, vllm_prompt
-from .vllm_kwargs import engine_kwargs
+from .vllm_kwargs import engine_kwargs, set_cpu_defaults
 from .weight_buckets import Bucket
 
 
@@ -35,8 +35,7 @@ class VllmBackend:
     def __init__(self, folder: Path, options: RolloutOptions, dtype: torch.dtype):
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a run may use the same cores
+            set_cpu_defaults()
         else:  # CUDA is initialised in this process, which therefore cannot be forked
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]

@@ -32,7 +32,7 @@ from .eos import eos_token_ids
 from .lora_support import lora_rank_bucket
 from .vllm_adapter import VllmObject, has_adapters, load_adapter, lora_request, unsharded_adapter_tensors
 from .vllm_images import image_arguments, vllm_prompt
-from .vllm_kwargs import engine_kwargs
+from .vllm_kwargs import engine_kwargs, set_cpu_defaults
 from .weight_sync import checksum
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags for memory that sleeps
@@ -328,8 +328,7 @@ def _prepare_environment(on_gpu: bool) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # leaves the terminal to the trainer's output
     if not on_gpu:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the same cores
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
+        set_cpu_defaults()
 
 
 def _rename_shared_memory() -> None:
