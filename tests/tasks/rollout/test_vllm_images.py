@@ -77,9 +77,13 @@ def test_answers_are_those_of_transformers(folder: Path) -> None:
     vllm = "--infer_backend vllm --vllm_max_model_len 256 --vllm_enforce_eager true --result_path vllm.jsonl"
     run(folder, PYTHON, *words.split(), *vllm.split())
     run(folder, sys.executable, *words.split(), "--result_path", "transformers.jsonl")
-    answers, expected = (rows_of(folder / f"{name}.jsonl") for name in ("vllm", "transformers"))
+    # vLLM leaves out the bytes of an incomplete character at the end.
+    answers, expected = (
+        [row["response"].rstrip("\ufffd") for row in rows_of(folder / f"{name}.jsonl")]
+        for name in ("vllm", "transformers")
+    )
     assert answers == expected
-    assert len({row["response"] for row in expected}) > 3
+    assert len(set(expected)) == len(expected)
 
 
 @pytest.mark.parametrize("tower", ["false", "true"])
