@@ -127,6 +127,11 @@ def adapter_rank(model: Model, options: EngineOptions) -> int:
     """Return the rank of the adapters to send, 0 for full weights. Raises ValueError for unsupported adapters."""
     if not options.vllm_enable_lora or model.lora is None:
         return 0
+    if model.vision is not None and model.vision.trains:
+        raise ValueError(
+            "--vllm_enable_lora true: the vision tower is trained, and vLLM is sent adapters of the language model "
+            "alone. Remove the flag"
+        )
     if feature := unsupported_by_vllm(model.lora.settings, model.lora.plan):
         raise ValueError(f"--vllm_enable_lora true: vLLM does not support {feature}. Remove the flag")
     return model.lora.settings.rank
@@ -243,7 +248,7 @@ class ModelRollout(EngineGroup[Engine]):
 
     def _send(self, engine: Engine | None, *, merge: bool = False, adapter: Lora | None = None) -> SyncStats:
         run, chunks = self.run, self.model.chunks
-        if self._needs_tower and not self._has_tower:
+        if adapter is None and self._needs_tower and not self._has_tower:
             chunks = self.model.parts
         if adapter is None:
             weights = stream_weights(chunks, run.hf_config, run.model_folder, dtype=run.dtype, merge=merge)

@@ -19,8 +19,10 @@ from .engine import Request
 from .fields import Fields, invalid_request
 from .request_image import RequestImage
 
-IMAGE_BYTES = 64 * 2**20  # of a body, in base64, unless one request has more
+IMAGE_BYTES = 128 * 2**20  # decoded, of a body, unless one request has more
 MAX_IMAGES = 65536  # per body
+MAX_IMAGE_BYTES = 2 * 2**30  # decoded, per body
+CHANNELS = 3
 MAX_ADDRESS = 4096  # characters of a path or URL
 LARGEST = 2**31  # pixels that a limit may allow; fewer fit into the model's positions
 
@@ -34,11 +36,11 @@ def request_bodies(requests: Iterable[Request]) -> list[JsonObject]:
     for request in requests:
         for image in request.images:
             encoded.setdefault(image, _encode(image))
-        added = sum(len(encoded[image]["data"]) for image in dict.fromkeys(request.images) if image not in numbers)
+        added = sum(_decoded_bytes(image) for image in dict.fromkeys(request.images) if image not in numbers)
         if not bodies or (added and size and size + added > IMAGE_BYTES):
             bodies.append({"requests": []})
             numbers, size = {}, 0
-            added = sum(len(encoded[image]["data"]) for image in dict.fromkeys(request.images))
+            added = sum(map(_decoded_bytes, dict.fromkeys(request.images)))
         size += added
         item = {"tokens": request.tokens, "seed": request.seed, "max_new_tokens": request.max_new_tokens}
         if request.images:  # servers of earlier versions do not know these fields
@@ -47,6 +49,10 @@ def request_bodies(requests: Iterable[Request]) -> list[JsonObject]:
             bodies[-1]["images"] = [encoded[image] for image in numbers]
         bodies[-1]["requests"].append(item)
     return bodies
+
+
+def _decoded_bytes(image: RequestImage) -> int:
+    return image.pixels.width * image.pixels.height * CHANNELS
 
 
 def _encode(image: RequestImage) -> JsonObject:
@@ -75,7 +81,18 @@ class ImageReader:
 
     def read(self, items: Sequence[Json]) -> list[SentImage]:
         """Return decoded images."""
-        return [self._read(item, f"image {number}") for number, item in enumerate(items)]
+        images: list[SentImage] = []
+        size = 0
+        for number, item in enumerate(items):
+            images.append(self._read(item, f"image {number}"))
+            size += _decoded_bytes(images[-1].image)
+            if size > MAX_IMAGE_BYTES:
+                raise invalid_request(
+                    f"the images have more than {MAX_IMAGE_BYTES:,} bytes together, decoded: send them in several "
+                    "requests",
+                    413,
+                )
+        return images
 
     def _read(self, item: Json, part: str) -> SentImage:
         fields = Fields(item, ("data", "url", "path", "min_pixels", "max_pixels"), part)

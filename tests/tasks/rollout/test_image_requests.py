@@ -144,6 +144,13 @@ def test_bad_images_have_a_reason(sent: dict, status: int, said: str, server: st
     assert whole.json()["completions"][0]["tokens"] == [2, PLACE]
 
 
+def test_images_of_a_body_are_bounded(server: str, monkeypatch) -> None:
+    monkeypatch.setattr(image_bodies, "MAX_IMAGE_BYTES", 3 * SIDE * 3 * SIDE * 2)
+    assert httpx.post(f"{server}/generate", json=body(GOOD)).status_code == 200
+    answer = httpx.post(f"{server}/generate", json=body(GOOD, GOOD))
+    assert (answer.status_code, answer.json()["kind"]) == (413, "request")
+
+
 def test_a_server_without_a_tower(vision: VisionProcessor) -> None:
     with serving(positions=POSITIONS, vocab_size=VOCABULARY) as (url, _, _):
         answer = httpx.post(f"{url}/generate", json=body(GOOD))
