@@ -110,7 +110,6 @@ NO_EFFECT = {
     "verbose": "requests are not logged",
     "vllm_server_group_port": "a free port is chosen",
     "vllm_use_async_engine": "the server's engine is asynchronous",
-    **_because("text models take no media", "vllm_limit_mm_per_prompt", "vllm_mm_processor_cache_gb"),
     **_because("vLLM chooses it by the machine", "vllm_disable_cascade_attn", "vllm_disable_custom_all_reduce"),
     **_because("the server answers training runs only", "served_model_name", "owned_by",
                "vllm_reasoning_parser", "max_logprobs"),

@@ -10,6 +10,10 @@ keep every probability below 0.87), and the checkpoint's answers, by transformer
 ppo: the same with one completion of a prompt, and a critic, which must explain 0.3 of the variance of the last returns.
 ppo_layouts: in two processes, with the critic in another parallel layout than the policy.
 
+images: a random Qwen3-VL is taught to name the colours in pictures (mosaics.py), a fifth of them rightly; then GRPO
+trains it to the same bounds. It must name half of the pictures with held-out arrangements. images_server: with
+`swift rollout`.
+
 gkd: a teacher says two words in either order. A random student learns its distributions, half of the time on the
 student's completions. It fails unless the student's loss on held-out answers is within 15 % of the teacher's.
 """
@@ -27,11 +31,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mosaics
 import torch
 from learn import PAIRS, WORDS, answer_log_probs, both_orders, make_model, tokens_of, train, write_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 BEFORE, AFTER = 0.3, {"grpo": 0.8, "lora": 0.7, "server": 0.8, "ppo": 0.8, "ppo_layouts": 0.8}
+HELD_OUT = 0.5  # share of exact answers about arrangements of colours that were never trained on
 EXPLAINED = 0.3  # share of the variance of returns that a critic explains at last
 BIN = Path(sys.executable).parent
 # With 8 completions per prompt and a learning rate of 3e-3, the right answer to a question can become improbable before
@@ -63,6 +69,13 @@ RUNS = {
     "ppo_layouts": PPO + " --critic_pipeline_model_parallel_size 2",  # policy DP2, critic PP2
 }
 PROCESSES = {"ppo_layouts": "2"}
+TOWER = "--freeze_vit false --freeze_aligner false"
+IMAGES = (
+    "rlhf --rlhf_type grpo --external_plugins exact.py --reward_funcs exact --num_generations 16 "
+    "--global_batch_size 512 --micro_batch_size 256 --max_completion_length 5 --temperature 1 "
+    f"--beta 0 --train_iters 150 --lr 6e-4 --lr_warmup_fraction 0.05 {TOWER} --dataset questions.jsonl"
+)
+IMAGE_RUNS = ("images", "images_server")
 
 
 def sums() -> list[tuple[str, int]]:
@@ -166,6 +179,49 @@ def distill(folder: Path, engine: str) -> bool:
     return is_good
 
 
+def name_colours(folder: Path, names: list[str], engine: str) -> bool:
+    """Train a model that names the colours of a fifth of its pictures. Return whether it learns to name all."""
+    folder.mkdir()
+    mosaics.write_data(folder)
+    mosaics.make_model(folder / "model")
+    (folder / "exact.py").write_text(EXACT)
+    right, wrong, held_out = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("images", "control", "images-val")
+    )
+    answers = [pair[number % 5 > 0] for number, pair in enumerate(zip(right, wrong, strict=True))]
+    questions = [row | {"messages": row["messages"][:1], "solution": row["messages"][1]["content"]} for row in right]
+    for name, rows in (("answers", answers), ("questions", questions)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = megatron(
+        folder,
+        f"sft --model model --dataset answers.jsonl --global_batch_size 32 --micro_batch_size 32 --train_iters 500 "
+        f"--lr 1e-3 {TOWER}",
+        "base",
+    )
+    table = []
+    for name in names:
+        start_time = time.perf_counter()
+        line = f"{IMAGES} --model {base.relative_to(folder)} --logging_steps 1"
+        if name == "images_server":
+            with server(folder, str(base), engine) as (port, _):
+                checkpoint = megatron(folder, f"{line} --vllm_mode server --vllm_server_port {port}", name)
+        else:
+            checkpoint = megatron(folder, f"{line} --use_vllm {str(engine == 'vllm').lower()}", name)
+        rewards = logged(checkpoint.parent, "reward")
+        exact = [mosaics.measure(model, held_out)["exact answers"] for model in (base, checkpoint)]
+        numbers = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5, *exact
+        table.append((name, numbers, time.perf_counter() - start_time))
+    is_good = True
+    print(f"\n{'':<14}{'reward':>10}{'at last':>10}{'held out':>10}{'at last':>10}{'seconds':>10}")
+    for name, numbers, seconds in table:
+        has_learned = numbers[0] < BEFORE and numbers[1] > AFTER["grpo"] and numbers[3] > HELD_OUT
+        columns = "".join(f"{number:>10.3f}" for number in numbers)
+        print(f"{name:<14}{columns}{seconds:>10.0f}{'' if has_learned else '  WRONG'}")
+        is_good = is_good and has_learned
+    return is_good
+
+
 def main(folder: Path, names: list[str], engine: str) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -173,7 +229,9 @@ def main(folder: Path, names: list[str], engine: str) -> int:
     make_model(folder / "model", ["say", "+", *map(str, range(19))], head_dim=32)  # vLLM on CPUs supports this head_dim
     write_sums(folder)
     is_good = distill(folder / "gkd", engine) if "gkd" in names else True
-    names = [name for name in names if name != "gkd"]
+    if image_names := [name for name in names if name in IMAGE_RUNS]:
+        is_good = name_colours(folder / "images", image_names, engine) and is_good
+    names = [name for name in names if name in RUNS]
     if not names:
         return 0 if is_good else 1
     base = megatron(
@@ -213,7 +271,7 @@ def main(folder: Path, names: list[str], engine: str) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[*RUNS, "gkd"], default=[*RUNS, "gkd"])
+    parser.add_argument("--only", nargs="+", choices=[*RUNS, *IMAGE_RUNS, "gkd"], default=[*RUNS, "images", "gkd"])
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--folder", type=Path, default=Path("megatron_output/learn-rl"))
     arguments = parser.parse_args()

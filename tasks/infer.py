@@ -40,14 +40,14 @@ from ..templates.chat_template.non_thinking import OFF
 from ..templates.dataset.placed_media import expand
 from ..templates.dataset.tokenize import place_media
 from ..templates.formats.dataset_names import resolve_text
-from ..templates.formats.medium import Medium, has_sentinels
+from ..templates.formats.medium import Medium, has_sentinels, json_source, media_columns
 from ..templates.formats.schemas import Conversation, UnusableRow
 from ..templates.json_types import JsonObject
 from ..templates.media.processor import VisionProcessor
 from ..templates.plural import plural
 from .convert.peft_model import attach_adapter, merge_adapter
 from .infer_data import InferPrompt, RunData, read_prompts
-from .infer_media import EncodedPrompt, media_columns, media_inputs, open_vision, read_query, with_tags
+from .infer_media import EncodedPrompt, has_videos, media_inputs, open_vision, read_query, to_request, with_tags
 from .infer_metrics import METRICS
 from .options import InferOptions
 from .rollout.lora_support import RANKS, lora_rank_bucket
@@ -63,9 +63,7 @@ KERNELS = {  # --attention_backend -> transformers' name
     "unfused": "eager",
 }
 Emit = Callable[[str], None]  # receives a piece of a response
-NO_MEDIA_IN_VLLM = (
-    "--infer_backend vllm: images and videos are not supported with it yet. Set --infer_backend transformers."
-)
+NO_VIDEOS_IN_VLLM = "--infer_backend vllm: takes no videos in this version. Set --infer_backend transformers."
 VLLM_PROMPTS = 2000  # per call of LLM.generate
 UNSUPPORTED_BY_VLLM = {  # keys of adapter_config.json that vLLM rejects or silently ignores
     "use_dora": "DoRA (use_dora)",
@@ -83,8 +81,8 @@ def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
     folder = checked_folder(options)
     vision = open_vision(folder, options)
     rows = [] if is_chat else list(read_prompts(options, run_data, vision))
-    if options.infer_backend == "vllm" and any(row.conversation.media for row in rows):
-        raise ValueError(NO_MEDIA_IN_VLLM)
+    if options.infer_backend == "vllm" and has_videos(medium for row in rows for medium in row.conversation.media):
+        raise ValueError(NO_VIDEOS_IN_VLLM)
     path = result_path(adapter.folder if adapter else folder, options) if not is_chat else None
     engine = (VllmChat if options.infer_backend == "vllm" else TransformersChat)(
         scaled_folder(folder, options), adapter, options, vision
@@ -180,7 +178,7 @@ def answer(engine: "ChatEngine", prompts: list[InferPrompt], path: Path, options
             for prompt, response in zip(batch, answers, strict=True):
                 messages = [*with_tags(prompt.conversation.messages), {"role": "assistant", "content": response}]
                 row = {"messages": messages, "response": response, "labels": prompt.label}
-                row |= media_columns(prompt.conversation.media)
+                row |= media_columns(prompt.conversation.media, json_source)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             responses += answers
             file.flush()
@@ -260,8 +258,8 @@ def _query(text: str, engine: "ChatEngine", options: InferOptions) -> tuple[str,
     if engine.vision is None:
         return text, []
     text, media = read_query(text, engine.vision, lambda kind: input(f"{kind}, path or URL <<< ").strip())
-    if media and options.infer_backend == "vllm":
-        raise ValueError(NO_MEDIA_IN_VLLM)
+    if options.infer_backend == "vllm" and has_videos(media):
+        raise ValueError(NO_VIDEOS_IN_VLLM)
     return text, media
 
 
@@ -412,10 +410,15 @@ class VllmChat(ChatEngine):
             _check_for_vllm(adapter, options)
             lora_options = {"enable_lora": True, "max_lora_rank": lora_rank_bucket(adapter.config.get("r", 8))}
         super().__init__(folder, options, vision)
+        import torch
+
+        from .rollout.vllm_images import image_arguments, vllm_prompt
+        from .rollout.vllm_kwargs import engine_kwargs, set_cpu_defaults
+
+        if not torch.cuda.is_available():
+            set_cpu_defaults()
         from vllm import LLM  # pyright: ignore[reportMissingImports]
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
-
-        from .rollout.vllm_kwargs import engine_kwargs
 
         self.llm = LLM(
             str(folder),
@@ -427,6 +430,7 @@ class VllmChat(ChatEngine):
             enforce_eager=options.vllm_enforce_eager,
             use_tqdm_on_load=sys.stderr.isatty(),
             **lora_options,
+            **image_arguments(folder, options),
             **engine_kwargs(options.vllm_engine_kwargs),
         )
         self.adapter = LoRARequest("adapter", 1, str(adapter.folder.absolute())) if adapter else None
@@ -435,14 +439,18 @@ class VllmChat(ChatEngine):
             if (value := getattr(options, name)) is not None:
                 setattr(self.settings, name, value)
         self.settings.max_tokens = options.max_new_tokens
-        self._request_count = 0
+        self._prompt, self._request_count = vllm_prompt, 0
 
     def generate(self, prompts: list[EncodedPrompt], emit: Emit | None = None) -> list[str]:
         if emit:
             return [self._stream(prompts[0], emit)]
-        requests = [{"prompt_token_ids": prompt.ids} for prompt in prompts]
+        requests = [to_request(prompt, self.vision) for prompt in prompts]
         show_progress = len(prompts) > 1 and sys.stderr.isatty()
-        outputs = self.llm.generate(requests, self.settings, use_tqdm=show_progress, lora_request=self.adapter)
+        outputs = self.llm.generate(
+            list(map(self._prompt, requests)), self.settings, use_tqdm=show_progress, lora_request=self.adapter
+        )
+        for request, output in zip(requests, outputs, strict=True):
+            request.check_length(len(output.prompt_token_ids))
         return [output.outputs[0].text for output in outputs]
 
     def _stream(self, prompt: EncodedPrompt, emit: Emit) -> str:
@@ -454,7 +462,7 @@ class VllmChat(ChatEngine):
         self._request_count += 1
         request = f"chat-{self._request_count}"
         engine = self.llm.llm_engine
-        (rendered,) = engine.renderer.render_cmpl([{"prompt_token_ids": prompt.ids}])
+        (rendered,) = engine.renderer.render_cmpl([self._prompt(to_request(prompt, self.vision))])
         engine.add_request(request, rendered, settings, lora_request=self.adapter)
         pieces = []
         try:

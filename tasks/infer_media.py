@@ -3,9 +3,7 @@
 Parsing, sizes, tokens and pixels are those of training.
 """
 
-import base64
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,19 +13,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..bridge.checkpoint.pretrained import load_tokenizer
-from ..templates.dataset.placed_media import PlacedMedium
+from ..templates.dataset.placed_media import PlacedMedium, collapse
 from ..templates.formats.media_rows import open_tags, to_media_conversation
-from ..templates.formats.medium import KINDS, SENTINELS, MediaKind, Medium
+from ..templates.formats.medium import KINDS, MediaKind, Medium, to_tags
 from ..templates.formats.schemas import UnusableRow
 from ..templates.json_types import Json, JsonObject
 from ..templates.media.families import FAMILIES
+from ..templates.media.images import open_image
 from ..templates.media.processor import VisionProcessor
 from ..templates.options import MediaOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TAGS = str.maketrans({sentinel: f"<{kind}>" for kind, sentinel in SENTINELS.items()})
+    from .rollout.engine import Request
+
 INPUTS: dict[MediaKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
@@ -107,11 +107,38 @@ def media_inputs(prompts: Sequence[EncodedPrompt], tokens: "Tensor", vision: Vis
 
 def _decode(prompt: EncodedPrompt, placed: PlacedMedium, vision: VisionProcessor) -> np.ndarray:
     assert placed.medium is not None
+    with _named_row(prompt, placed.medium):
+        return vision.patches(placed.medium, placed.plan.grid)
+
+
+@contextmanager
+def _named_row(prompt: EncodedPrompt, medium: Medium) -> Iterator[None]:
+    """Raise ValueError, naming row and file, for a medium that cannot be used."""
     try:
-        with _named(placed.medium):
-            return vision.patches(placed.medium, placed.plan.grid)
+        with _named(medium):
+            yield
     except UnusableRow as error:
         raise ValueError(f"--val_dataset: {prompt.name}: {error}" if prompt.name else str(error)) from error
+
+
+def to_request(prompt: EncodedPrompt, vision: VisionProcessor | None) -> "Request":
+    """Return a prompt with its images as engines take it. Raises ValueError as `media_inputs`."""
+    from .rollout.engine import Request
+    from .rollout.request_image import RequestImage
+
+    images = []
+    for placed in prompt.media:
+        assert placed.medium is not None
+        assert vision is not None
+        with _named_row(prompt, placed.medium):
+            pixels = open_image(placed.medium.source, allow_private=vision.allow_private)
+        limits = vision.limits.of_row(placed.medium.limits)
+        images.append(RequestImage(lambda pixels=pixels: pixels, limits.min_pixels, limits.max_pixels))
+    return Request(collapse(prompt.ids, prompt.media), 0, images=images, prompt_length=len(prompt.ids))
+
+
+def has_videos(media: Iterable[Medium]) -> bool:
+    return any(medium.kind == "video" for medium in media)
 
 
 def read_query(text: str, vision: VisionProcessor, ask: Callable[[str], str]) -> tuple[str, list[Medium]]:
@@ -131,31 +158,8 @@ def read_query(text: str, vision: VisionProcessor, ask: Callable[[str], str]) ->
 def with_tags(messages: Iterable[JsonObject]) -> list[JsonObject]:
     """Return messages with tags in place of sentinels."""
     return [
-        message | {"content": content.translate(TAGS)} if (content := message["content"]) else message
-        for message in messages
+        message | {"content": to_tags(content)} if (content := message["content"]) else message for message in messages
     ]
-
-
-def media_columns(media: Sequence[Medium]) -> JsonObject:
-    """Return the columns `images` and `videos` of a row of the result file, without those that are empty."""
-    columns: JsonObject = {
-        f"{kind}s": [_json_source(medium.source) for medium in media if medium.kind == kind] for kind in INPUTS
-    }
-    return {name: sources for name, sources in columns.items() if sources}
-
-
-def _json_source(source: Any) -> Json:
-    """Return a source as JSON: bytes without a file as a data URI."""
-    match source:
-        case list() | tuple():
-            return [_json_source(frame) for frame in source]
-        case {"path": str(path), **others} if others.get("bytes") is None or os.path.exists(path):
-            return path
-        case {"bytes": bytes(data)} | bytes(data):
-            return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
-        case str():
-            return source
-    return None
 
 
 def count_media(messages: Iterable[JsonObject]) -> int:

@@ -37,6 +37,11 @@ def test_rewards_climb(tmp_path: Path) -> None:
     learn(tmp_path, "grpo", script="learn_rl.py")
 
 
+@pytest.mark.long
+def test_rewards_climb_about_pictures(tmp_path: Path) -> None:
+    learn(tmp_path, "images", script="learn_rl.py")
+
+
 def test_rewards_climb_with_a_critic(tmp_path: Path) -> None:
     learn(tmp_path, "ppo", script="learn_rl.py")
 

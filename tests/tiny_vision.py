@@ -111,7 +111,7 @@ def qwen2_5_vl(folder: Path, seed: int = 0, tied: bool = False) -> Path:
     return _save(folder, Qwen2_5_VLForConditionalGeneration, config, processor, seed)
 
 
-def qwen3_vl(folder: Path, moe: bool = False, seed: int = 0, tied: bool = False) -> Path:
+def qwen3_vl(folder: Path, moe: bool = False, seed: int = 0, tied: bool = False, head_dim: int = 16) -> Path:
     """Write a tiny Qwen3-VL, or Qwen3-VL-MoE, with its processor to a folder and return it."""
     import transformers
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor
@@ -129,7 +129,12 @@ def qwen3_vl(folder: Path, moe: bool = False, seed: int = 0, tied: bool = False)
         Qwen3VLVideoProcessor(patch_size=16, merge_size=2, temporal_patch_size=2, size=video_size),
         chat_template=QWEN3_VL_TEMPLATE,
     )
-    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "mrope_section": [3 * head_dim // 16, 3 * head_dim // 16, head_dim // 8],
+        "mrope_interleaved": True,
+    }
     experts = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -140,7 +145,7 @@ def qwen3_vl(folder: Path, moe: bool = False, seed: int = 0, tied: bool = False)
     }
     name = "Qwen3VLMoe" if moe else "Qwen3VL"
     config = getattr(transformers, f"{name}Config")(
-        text_config=_text(rope) | {"head_dim": 16, "tie_word_embeddings": tied} | (experts if moe else {}),
+        text_config=_text(rope) | {"head_dim": head_dim, "tie_word_embeddings": tied} | (experts if moe else {}),
         vision_config={
             "depth": 4,
             "hidden_size": 32,

@@ -26,6 +26,8 @@ ENGINE_FLAGS = {
     "enable_lora": "vllm_enable_lora",
     "max_lora_rank": "vllm_max_lora_rank",
     "enable_return_routed_experts": "vllm_enable_return_routed_experts",
+    "limit_mm_per_prompt": "vllm_limit_mm_per_prompt",
+    "mm_processor_cache_gb": "vllm_mm_processor_cache_gb",
     "seed": "seed",
     "hf_overrides": "rope_scaling",
 }

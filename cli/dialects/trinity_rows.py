@@ -87,7 +87,7 @@ ENGINE_ROWS = (
     needless("use_v1", "vLLM's default"),
     only("ignore_eos", False, fix="A completion ends with the end token. Set false"),
     only("chat_template", "", fix="Write it to the chat_template.jinja of the model's folder"),
-    only("enable_multimodal", False, fix="GRPO trains text alone"),
+    only("enable_multimodal", False, fix="Rows with images need no key. Remove it"),
     same("repetition_penalty", "repetition_penalty"),
     needless("trust_remote_code", "code of a model's folder is never run"),
     *(

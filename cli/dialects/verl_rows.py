@@ -319,7 +319,7 @@ ACTOR = (
     only("recompute_old_log_prob", True, fix="Old log-probabilities are always the trainer's"),
     needless("entropy_checkpointing", "entropies are computed in pieces"),
     needless("entropy_from_logits_with_chunking", "entropies are computed in pieces"),
-    only("freeze_vision_tower", False, fix="GRPO trains text alone"),
+    only("freeze_vision_tower", False, fix="Give --freeze_vit and --freeze_aligner behind the file"),
     *REPLAY,
     same("checkpoint.async_save", "async_save"),
     *under("checkpoint", CHECKPOINT),

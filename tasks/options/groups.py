@@ -291,6 +291,12 @@ class GenerationOptions:
         int | None, "vLLM: longest prompt and answer together. Default: the model's limit.", "[1, inf)"
     ] = None
     vllm_enforce_eager: Annotated[bool, "vLLM: no CUDA graphs; starts faster, runs slower."] = False
+    vllm_limit_mm_per_prompt: Annotated[
+        dict[str, int], "vLLM: most images of a prompt, as JSON: '{\"image\": 4}'. Default: vLLM's."
+    ] = field(default_factory=dict)
+    vllm_mm_processor_cache_gb: Annotated[
+        float | None, "vLLM: host memory for images that it has resized, in GiB. Default: vLLM's.", "[0, inf)"
+    ] = None
     vllm_engine_kwargs: Annotated[
         dict[str, Any], "vLLM: more fields of its EngineArgs, as JSON: '{\"max_num_batched_tokens\": 8192}'."
     ] = field(default_factory=dict)

@@ -26,6 +26,13 @@ class VllmOptions:
         "Largest adapter rank in vLLM. Default: the run's rank; 16 in a server.",
         "[1, 512]",
     ] = None
+    vllm_limit_mm_per_prompt: Annotated[
+        dict[str, int],
+        "Most images of a prompt, as JSON: '{\"image\": 4}'. Default: those of the data; vLLM's limit in a server.",
+    ] = field(default_factory=dict)
+    vllm_mm_processor_cache_gb: Annotated[
+        float | None, "Host memory for images that vLLM has resized, in GiB. Default: vLLM's.", "[0, inf)"
+    ] = None
     vllm_engine_kwargs: Annotated[
         dict[str, Any], "More fields of vLLM's EngineArgs, as JSON: '{\"max_num_batched_tokens\": 8192}'."
     ] = field(default_factory=dict)
@@ -50,6 +57,9 @@ class ServerOptions(VllmOptions):
         bool, "MoE: return the chosen experts, for --router_replay_mode R3."
     ] = False
     vllm_data_parallel_size: Annotated[int, "Number of engines; a request goes to the least busy one.", "[1, inf)"] = 1
+    allowed_local_media_path: Annotated[
+        str | None, "Folder whose images requests may name by `path`. Default: none; they send the images."
+    ] = None
     log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], "Log level of the server."] = "info"
 
 

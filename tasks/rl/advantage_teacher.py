@@ -20,7 +20,7 @@ from ..reference.frozen_model import build_frozen, offloaded
 from ..reference.reference_model import token_log_probs
 from ..run.context import Run
 from ..run.roles import Role
-from .episode import Episode
+from .episode import Episode, media_of
 
 
 class AdvantageTeacher:
@@ -51,7 +51,8 @@ class AdvantageTeacher:
         They are at --temperature, as the policy's.
         """
         tokens, masks = [episode.tokens for episode in episodes], [episode.loss_mask for episode in episodes]
-        return self._role.label_values(Sequences(tokens, masks, [0.0] * len(tokens)), self._forward)
+        sequences = Sequences(tokens, masks, [0.0] * len(tokens), **media_of(episodes))
+        return self._role.label_values(sequences, self._forward)
 
     def _forward(self, batches: list[Batch]) -> list[Tensor]:
         with self._on_device():

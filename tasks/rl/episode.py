@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...templates.batching.episode_batches import Sequences
 from ...templates.batching.prompt_dataloader import Prompt
+from ...templates.dataset.placed_media import PlacedMedium, media_from_json, media_to_json
 from ..multi_turn.registry import EditedAnswer
 from ..rollout.engine import Completion
 
@@ -45,6 +46,7 @@ class Episode:
     returns: np.ndarray | None = None  # float32 [length]: what the critic learns
     advantages: np.ndarray | None = None  # float32 [length]: where tokens differ, in place of `advantage`
     experts: np.ndarray | None = None  # int16 [length, layers, topk]: for router replay; -1: the model's own choice
+    media: Sequence[PlacedMedium] = ()  # images of the prompt, placed in `tokens`
 
     @classmethod
     def from_completion(cls, prompt: Prompt, group: int, completion: Completion, text: str) -> "Episode":
@@ -62,6 +64,7 @@ class Episode:
             text=text,
             answer_start=prompt_length,
             experts=completion.padded_experts(prompt_length + completion_length),
+            media=prompt.media,
         )
 
     def append_turn(self, messages: list[dict[str, Any]], tokens: list[int], completion: Completion, text: str) -> None:
@@ -136,7 +139,19 @@ def sequences_of(episodes: Sequence[Episode], *, drop_truncated: bool) -> Sequen
         [episode.advantage for episode in episodes],
         rollout_log_probs=[episode.rollout_log_probs for episode in episodes],
         **{name: arrays_of(episodes, name) for name in OF_SEQUENCES},
+        **media_of(episodes),
     )
+
+
+def media_of(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Return the images of episodes as fields of `Sequences`: completions of a prompt share theirs."""
+    if not any(episode.media for episode in episodes):
+        return {}
+    owners = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(episode.prompt_id for episode in episodes))}
+    return {
+        "media": [episode.media for episode in episodes],
+        "media_owners": [owners[episode.prompt_id] for episode in episodes],
+    }
 
 
 def arrays_of(episodes: Sequence[Episode], name: str) -> list[np.ndarray]:
@@ -160,8 +175,11 @@ EARLIER_NAMES = {
 
 def to_tensors(episodes: Sequence[Episode]) -> dict[str, Tensor]:
     """Convert episodes to tensors, for a checkpoint."""
-    rows = [{name: value for name, value in vars(episode).items() if name not in ARRAYS} for episode in episodes]
+    excluded = *ARRAYS, "media"
+    rows = [{name: value for name, value in vars(episode).items() if name not in excluded} for episode in episodes]
     tensors = {"rows": as_bytes(rows)}
+    if media := {episode.prompt_id: media_to_json(episode.media) for episode in episodes if episode.media}:
+        tensors["media"] = as_bytes(media)
     if episodes:
         tensors["lengths"] = torch.tensor([len(episode.tokens) for episode in episodes])
     for name in ARRAYS:
@@ -180,7 +198,12 @@ def from_tensors(tensors: dict[str, Tensor]) -> list[Episode]:
     ends = np.cumsum(tensors["lengths"].numpy())[:-1]
     arrays: dict[str, Any] = {name: np.split(tensors[name].numpy(), ends) for name in ARRAYS if name in tensors}
     fields = [{EARLIER_NAMES.get(name, name): value for name, value in row.items()} for row in rows]
-    return [Episode(**row, **{name: values[i] for name, values in arrays.items()}) for i, row in enumerate(fields)]
+    stored_media = from_bytes(tensors["media"]) if "media" in tensors else {}
+    media = {prompt_id: media_from_json(rows) for prompt_id, rows in stored_media.items()}
+    return [
+        Episode(**row, **{name: values[i] for name, values in arrays.items()}, media=media.get(row["prompt_id"], ()))
+        for i, row in enumerate(fields)
+    ]
 
 
 def as_bytes(value: Any) -> Tensor:

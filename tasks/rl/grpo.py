@@ -41,9 +41,10 @@ from .advantages import AdvantageEstimator
 from .async_rollout import AsyncRollout, RolloutBatch
 from .completion_text import CompletionTexts
 from .episode import Episode, as_bytes, from_bytes, from_tensors, sequences_of, to_tensors
+from .image_checks import check_data
 from .multi_turn import MultiTurn, Phase
 from .policy_loss import PolicyLoss
-from .reward_scorer import RewardScorer, check_reward_columns
+from .reward_scorer import RewardScorer
 from .rollout_metrics import (
     COMPLETIONS,
     RolloutMetrics,
@@ -59,7 +60,7 @@ ENTROPY_TOLERANCE = 1e-5  # nats
 
 def run(options: GrpoOptions, sources: dict[str, str]) -> int:
     """Run the task and return its exit code. sources: where each option's value came from, for args.json."""
-    return train(options, sources, make_grpo, check_reward_columns)
+    return train(options, sources, make_grpo, check_data)
 
 
 def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tuple[Objective, list[str]]:
@@ -116,6 +117,7 @@ class Grpo:
             eos_ids=eos_token_ids(run.model_folder, run.tokenizer),
             vocab_size=model.architecture.vocab_size,
             experts=with_experts,
+            vision=run.vision,
         )
         multi_turn = MultiTurn(run, options) if options.multi_turn.multi_turn_scheduler else None
         self.worker = RolloutWorker(options, prompts, sampler, CompletionTexts(run, options), multi_turn, scorer)

@@ -86,6 +86,11 @@ class MultiTurn:
         """Return a prompt with the messages that the scheduler has set."""
         if start.messages == prompt.columns["messages"]:
             return prompt
+        if prompt.media:
+            raise TurnError(
+                f"--multi_turn_scheduler {self._name}: it changes the messages of a prompt with images, which is not "
+                f"supported in this version ({start}). Leave them, or remove the images"
+            )
         try:
             columns = prompt.columns | {"messages": start.messages}
             ((text,), _), *_ = self._renderer(columns | {"system": None})
@@ -142,7 +147,8 @@ class MultiTurn:
             self._max_length - (len(ids) - len(prompt.tokens))
             for ids, ((prompt, _), _) in zip(tokens, continued, strict=True)
         ]
-        completions = sampler.complete(tokens, limits)
+        images = [episode.media for (_, episode), _ in continued]
+        completions = sampler.complete(tokens, limits, images)
         texts = self.texts([episode.columns for (_, episode), _ in continued], tokens, completions)
         for ((_, episode), next_turn), completion, text in zip(continued, completions, texts, strict=True):
             episode.append_turn(next_turn.messages, next_turn.tokens, completion, text)

@@ -22,13 +22,13 @@ from ..train.router_replay import check_replay
 from ..train.setup import train
 from .critic import TRAINING_PASSES, Critic
 from .grpo import Grpo, make_reference
-from .reward_scorer import check_reward_columns
+from .image_checks import check_data
 from .token_advantages import CriticAdvantageEstimator
 
 
 def run(options: PpoOptions, sources: dict[str, str]) -> int:
     """Run the task and return its exit code. sources: where each option's value came from, for args.json."""
-    return train(options, sources, make_ppo, check_reward_columns)
+    return train(options, sources, make_ppo, check_data)
 
 
 def make_ppo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tuple[Objective, list[str]]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ...bridge import runtime
 from ...bridge.checkpoint import hub
+from ...templates.formats.medium import media_columns
+from ...templates.json_types import JsonObject
 from ..distributed.collectives import broadcast_from_rank0, gloo_group, local_rank0_first, rank0_only
 from ..options import GrpoOptions
 from ..options.rewards import RewardOptions
@@ -76,7 +78,7 @@ class RewardScorer:
                     messages=episode.columns["messages"],
                     completion=episode.text,
                     completion_ids=episode.tokens[is_generated].tolist(),
-                    columns={name: episode.columns.get(name) for name in self.columns},
+                    columns={name: episode.columns.get(name) for name in self.columns} | sources_of(episode),
                     replies=episode.messages,
                     info=episode.info,
                     finish_reason=episode.finish_reason,
@@ -90,6 +92,11 @@ class RewardScorer:
         if note := self.monitor.check(samples, scores.rewards):
             notify(f"note: {note}")
         return scores
+
+
+def sources_of(episode: Episode) -> JsonObject:
+    """Return the column `images` of an episode with images, as its row has them: also those that are data."""
+    return media_columns((image.medium for image in episode.media if image.medium), lambda source: source)
 
 
 def check_reward_columns(run: Run) -> None:

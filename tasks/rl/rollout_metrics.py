@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...templates.formats.medium import media_columns, source_name
 from ..rollout.weight_sync import SyncStats
 from ..system.append_file import AppendFile
 from .episode import Episode
@@ -143,6 +144,7 @@ def write_completions(file: AppendFile, generation: int, episodes: Sequence[Epis
             "finish_reason": episode.finish_reason,
             "length": episode.length,
         }
+        row |= media_columns((image.medium for image in episode.media if image.medium), source_name)
         row |= {"kl_penalty": episode.kl_penalty} if episode.kl_penalty else {}
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 

@@ -7,9 +7,12 @@ from dataclasses import replace
 import numpy as np
 
 from ...templates.batching.prompt_dataloader import Prompt
+from ...templates.dataset.placed_media import PlacedMedium, collapse
+from ...templates.media.processor import VisionProcessor
 from ..options.groups import CompletionOptions, SamplingOptions
 from ..rollout.engine import Completion, Request, Sampling
 from ..rollout.engine_group import EngineGroup
+from ..rollout.request_image import training_image
 from ..run.vocabulary import check_tokens
 
 
@@ -29,8 +32,10 @@ class Sampler:
         eos_ids: Collection[int] | None,
         vocab_size: int,
         experts: bool = False,
+        vision: VisionProcessor | None = None,
     ):
-        self.rollout, self.seed, self.vocab_size = rollout, seed, vocab_size
+        """vision: processor of the prompts' images; None: they have none"""
+        self.rollout, self.seed, self.vocab_size, self.vision = rollout, seed, vocab_size, vision
         self.sampling = Sampling(
             options.temperature,
             options.top_p,
@@ -63,19 +68,26 @@ class Sampler:
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Completion]:
         """Return one completion of each prompt."""
-        return self.complete([prompt.tokens for prompt in prompts])
+        return self.complete([prompt.tokens for prompt in prompts], images=[prompt.media for prompt in prompts])
 
-    def complete(self, tokens: Sequence[list[int]], limits: Sequence[int] | None = None) -> list[Completion]:
+    def complete(
+        self,
+        tokens: Sequence[list[int]],
+        limits: Sequence[int] | None = None,
+        images: Sequence[Sequence[PlacedMedium]] = (),
+    ) -> list[Completion]:
         """Return one completion of each tokenized prompt.
 
-        `limits`: maximal lengths, if below --max_completion_length. Raises ValueError for a token outside the
-        vocabulary.
+        `limits`: maximal lengths, if below --max_completion_length. `images`: of each prompt; () without any. Raises
+        ValueError for a token outside the vocabulary.
         """
         check_tokens(max((max(ids) for ids in tokens if len(ids)), default=0), self.vocab_size)
         seeds = np.random.SeedSequence([self.seed, self.num_sampled]).generate_state(len(tokens), np.uint64) >> 1
         self.num_sampled += len(tokens)
         max_lengths = limits or [None] * len(tokens)
         requests = [Request(ids, int(seed), limit) for ids, seed, limit in zip(tokens, seeds, max_lengths, strict=True)]
+        if any(images):
+            requests = self._with_images(requests, images)
         completions = self.rollout.generate(requests, self.sampling)
         if self.sampling.experts and any(completion.experts is None for completion in completions):
             raise RuntimeError(
@@ -83,3 +95,17 @@ class Sampler:
                 "engine"
             )
         return completions
+
+    def _with_images(self, requests: Sequence[Request], images: Sequence[Sequence[PlacedMedium]]) -> list[Request]:
+        """Return requests with their images, which completions of a prompt share, and one placeholder for each."""
+        assert self.vision is not None
+        shared = {id(image.medium): training_image(image, self.vision) for placed in images for image in placed}
+        return [
+            replace(
+                request,
+                tokens=collapse(request.tokens, placed),
+                images=[shared[id(image.medium)] for image in placed],
+                prompt_length=len(request.tokens),
+            )
+            for request, placed in zip(requests, images, strict=True)
+        ]

@@ -5,8 +5,8 @@ import re
 from fastapi import Request as Http
 
 from ...templates.json_types import Json, JsonObject
-from .bodies import Fields, invalid_request
 from .claim import Claim
+from .fields import Fields, invalid_request
 from .weight_buckets import PROBE_BYTES, Bucket, MemoryHandle, parse_entry
 
 MAX_ENTRIES = 2**20  # tensors of a bucket

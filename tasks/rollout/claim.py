@@ -3,7 +3,7 @@
 import hmac
 import time
 
-from .bodies import RequestError
+from .fields import RequestError
 from .weight_buckets import process_start_time
 
 

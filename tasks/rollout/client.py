@@ -22,6 +22,7 @@ from ..run.interrupt import before_exit, forget
 from .completion_json import from_json
 from .engine import Completion, Request, Sampling
 from .health import gather_all, notify
+from .image_bodies import request_bodies
 from .process_group import gpu_name
 from .server_connection import ClientSettings, DeviceBuffer, ServerConnection, ServerLost, Transport, WeightsLost
 from .weight_buckets import BucketWriter, SharedMemory
@@ -63,14 +64,9 @@ class ServerEngine:
         """
         slices = _divide(len(requests), len(self._servers))
         answers = self._call_all(
-            server.call(
-                "/generate",
-                requests=[asdict(request) for request in requests[part]],
-                sampling=asdict(sampling),
-                version=self._version,
-            )
+            server.call("/generate", **body, sampling=asdict(sampling), version=self._version)
             for server, part in zip(self._servers, slices, strict=True)
-            if part.stop > part.start
+            for body in request_bodies(requests[part])
         )
         return [from_json(item) for answer in answers for item in answer["completions"]]
 

@@ -49,3 +49,15 @@ def vocab_mismatch(size: int | None, server_size: int | None) -> str | None:
         f"its model has a vocabulary of {server_size} tokens, and the trained one has {size}. Set the same --model for "
         "`swift rollout` and the run"
     )
+
+
+def images_mismatch(images: int, most_images: int | None) -> str | None:
+    """Return why a server cannot take prompts of `images` images, or None. most_images: of the server; None: any"""
+    if most_images is None or images <= most_images:
+        return None
+    if not most_images:
+        return "its model takes no images, and the run's data has some. Start it with the run's --model"
+    return (
+        f"it takes {most_images} images in a prompt, and the run's data has {images}. Start it with another "
+        "--vllm_limit_mm_per_prompt"
+    )

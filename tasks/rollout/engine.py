@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from .request_image import RequestImage
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -31,9 +33,20 @@ class Request:
     transformers engine, and with vLLM as far as its kernels are deterministic.
     """
 
-    tokens: list[int]
+    tokens: list[int]  # with one placeholder for each image
     seed: int
     max_new_tokens: int | None = None  # limit below Sampling.max_new_tokens
+    images: Sequence[RequestImage] = ()  # in the order of their placeholders
+    prompt_length: int | None = None  # tokens of the prompt in training, with those of its images; None: unknown
+
+    def check_length(self, length: int) -> None:
+        """Raise RuntimeError if the engine's prompt has another length than training's. length: in tokens"""
+        if self.prompt_length not in (None, length):
+            raise RuntimeError(
+                f"the engine's prompt has {length} tokens with those of its {len(self.images)} images, and training's "
+                f"has {self.prompt_length}: log-probabilities would be of other tokens. Set the same --model, and the "
+                "same limits of images, for the engine and the run"
+            )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
 from ..distributed.collectives import rank0_only, run_on_all_ranks
 from ..options.rollout import EngineOptions
-from ..run.context import Run
+from ..run.context import Run, has_media, most_images
 from ..system.memory import used_gib
 from ..train.offload import HostBuffer, TrainerOffload, free_memory
 from ..train.step import TrainState
@@ -47,13 +47,24 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
             sleep_level=level,
             adapter_rank=rank,
             vocab_size=get_vocab_size(run.hf_config),
+            images=most_images(run.data),
             turns=tuple(turn_flags(run.options)),
             address_flags=address_flags(options),
         )
         engine = rank0_only(lambda: ServerEngine(urls, settings))
         note, offload = f"completions: {', '.join(urls)}", OffloadPlan(weights, optimizer)
         offload = offload if weights or optimizer or level else None
-        return ModelRollout(run, model, engine, None, note, sleeps=level > 0, sends_adapter=bool(rank), moves=offload)
+        return ModelRollout(
+            run,
+            model,
+            engine,
+            None,
+            note,
+            sleeps=level > 0,
+            sends_adapter=bool(rank),
+            frees_weights=level > 1,
+            moves=offload,
+        )
     if engine_kind(options) == "vllm":
         return _colocated(run, model, options, experts=experts, rank=rank)
     engine = run_on_all_ranks(lambda: TransformersEngine(engine_folder(run), dtype=run.dtype, load=False))
@@ -85,12 +96,21 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
         initial_weights.offload(tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
         free_memory()
     settings = {"dtype": run.dtype, "experts": experts, "sleep_level": level, "memory_share": memory_share}
+    settings["most_images"] = most_images(run.data)
     settings["adapter_rank"] = rank and max(rank, options.vllm_max_lora_rank or 0)
     engine = run_on_all_ranks(lambda: VllmEngine(engine_folder(run), options, **settings))
     idle = level > 0 or moves.weights or moves.optimizer
     group = options.vllm_tensor_parallel_size
     rollout = ModelRollout(
-        run, model, engine, group, note, sleeps=level > 0, sends_adapter=bool(rank), moves=moves if idle else None
+        run,
+        model,
+        engine,
+        group,
+        note,
+        sleeps=level > 0,
+        sends_adapter=bool(rank),
+        frees_weights=level > 1,
+        moves=moves if idle else None,
     )
     rollout.sleep()  # to make room for the optimizer
     initial_weights.onload()
@@ -107,6 +127,11 @@ def adapter_rank(model: Model, options: EngineOptions) -> int:
     """Return the rank of the adapters to send, 0 for full weights. Raises ValueError for unsupported adapters."""
     if not options.vllm_enable_lora or model.lora is None:
         return 0
+    if model.vision is not None and model.vision.trains:
+        raise ValueError(
+            "--vllm_enable_lora true: the vision tower is trained, and vLLM is sent adapters of the language model "
+            "alone. Remove the flag"
+        )
     if feature := unsupported_by_vllm(model.lora.settings, model.lora.plan):
         raise ValueError(f"--vllm_enable_lora true: vLLM does not support {feature}. Remove the flag")
     return model.lora.settings.rank
@@ -135,7 +160,11 @@ class ModelRollout(EngineGroup[Engine]):
     GPU memory is in one of three states. train: engines sleep. sync: the state that only a step needs is offloaded, and
     weights go to the engines. generate: the trainer's weights are offloaded too.
 
+    The vision tower is sent where the data has images: if it is trained, with all weights; else once, and again after
+    an engine has lost its weights.
+
     `moves`: state to offload; None: none.
+    `frees_weights`: sleeping engines free their weights.
     `held`: GiB in use on the GPU at the end of each state, at its last visit.
     """
 
@@ -149,6 +178,7 @@ class ModelRollout(EngineGroup[Engine]):
         *,
         sleeps: bool = False,
         sends_adapter: bool = False,
+        frees_weights: bool = False,
         moves: OffloadPlan | None = None,
     ):
         super().__init__(engine, group)
@@ -157,6 +187,8 @@ class ModelRollout(EngineGroup[Engine]):
         self._sleeps, self._moves = sleeps, moves
         self._adapter = model.lora if sends_adapter else None  # sent without the base weights
         self._is_base_verified = False
+        self._needs_tower, self._has_tower = model.vision is not None and has_media(run.data), False
+        self._keeps_tower = not (frees_weights or (model.vision is not None and model.vision.trains))
         self._offload: TrainerOffload | None = None
         self._training: TrainState | None = None
 
@@ -212,15 +244,19 @@ class ModelRollout(EngineGroup[Engine]):
                         self._verify_base_weights()
                 return done
             except WeightsLost:  # a restarted server
-                self._is_base_verified = False
+                self._is_base_verified = self._has_tower = False
 
     def _send(self, engine: Engine | None, *, merge: bool = False, adapter: Lora | None = None) -> SyncStats:
         run, chunks = self.run, self.model.chunks
+        if adapter is None and self._needs_tower and not self._has_tower:
+            chunks = self.model.parts
         if adapter is None:
             weights = stream_weights(chunks, run.hf_config, run.model_folder, dtype=run.dtype, merge=merge)
         else:
             weights = scaled(stream_adapter(chunks, run.hf_config, adapter), adapter.settings.scaling, run.dtype)
-        return sync(engine, weights, dtype=run.dtype, seed=self.syncs)
+        stats = sync(engine, weights, dtype=run.dtype, seed=self.syncs)
+        self._has_tower = self._keeps_tower
+        return stats
 
     def _verify_base_weights(self) -> None:
         """Check that an engine has loaded the adapter's base weights, which it reads by itself."""

@@ -61,7 +61,7 @@ class Replica:
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         config_json = read_config(folder)
-        # Tensors that generation does not use: image towers, MTP.
+        # Tensors that generation from text does not use: image towers, MTP.
         unused_pattern = family_of(config_json).describe(config_json).passthrough
         unused_patterns = [
             *(self.model._keys_to_ignore_on_load_unexpected or ()),
@@ -75,8 +75,14 @@ class Replica:
             names_by_pointer[tensor.data_ptr()].add(name)
         # Tied tensors have several names.
         self._tied_names = {name: names_by_pointer[tensor.data_ptr()] for name, tensor in self._state.items()}
-        # Tensors that neither the folder nor `update` has loaded yet.
-        self.missing = set() if load else {name for name in self._state if not self._unused.search(name)}
+        self._missing = set() if load else set(self._state)  # neither the folder nor `update` has loaded these yet
+
+    def missing(self, *, for_images: bool) -> list[str]:
+        """Return the names of tensors that generation needs and that have not been loaded yet.
+
+        for_images: also those of the vision tower
+        """
+        return sorted(name for name in self._missing if for_images or not self._unused.search(name))
 
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -164,4 +170,4 @@ class Replica:
                 f"{name} has shape {list(value.shape)}, and {target_name} of the engine has {list(parameter.shape)}"
             )
         parameter.copy_(value)
-        self.missing -= self._tied_names[target_name]
+        self._missing -= self._tied_names[target_name]

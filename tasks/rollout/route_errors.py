@@ -8,7 +8,8 @@ from fastapi import Request as Http
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from .bodies import RequestError, client_gone
+from .bodies import client_gone
+from .fields import RequestError
 
 log = logging.getLogger("megaswift.rollout")
 

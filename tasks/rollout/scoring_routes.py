@@ -12,8 +12,9 @@ from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 
 from .backend import Backend
-from .bodies import Fields, Limits, json_body
+from .bodies import Limits, json_body
 from .engine import TopLogProbs
+from .fields import Fields
 
 
 class ScoringServer(Protocol):

@@ -6,6 +6,8 @@ swift rollout --model Qwen/Qwen2.5-7B-Instruct --vllm_tensor_parallel_size 2 --p
 import importlib.util
 import logging
 import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...bridge.checkpoint.hub import get_max_positions, get_vocab_size, model_folder, read_config
 from ...bridge.checkpoint.rope_scaling import scaled_folder
@@ -15,10 +17,14 @@ from ..system.atomic_dir import loading
 from .compatibility import turn_flags
 from .keys import server_key
 
+if TYPE_CHECKING:
+    from .image_bodies import ImageReader
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VLLM_FLAGS = (
     "vllm_max_model_len", "vllm_max_num_seqs", "vllm_enforce_eager", "vllm_enable_prefix_caching",
     "vllm_gpu_memory_utilization", "vllm_engine_kwargs",
+    "vllm_limit_mm_per_prompt", "vllm_mm_processor_cache_gb",
 )  # fmt: skip
 
 
@@ -58,6 +64,8 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         positions=options.vllm_max_model_len or get_max_positions(hf_config),
         hosts=hosts_of(options.host),
         turns=turn_flags(options),
+        images=_image_reader(folder, options),
+        most_images=options.vllm_limit_mm_per_prompt.get("image"),
     )
     _enable_log(options.log_level)
     config = uvicorn.Config(
@@ -73,6 +81,22 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     print(key_note)
     print(f"Rollout server: {options.model} by {kind} on {url}", flush=True)
     uvicorn.Server(config).run(sockets=[sock])
+
+
+def _image_reader(folder: Path, options: RolloutOptions) -> "ImageReader | None":
+    """Return the reader of images in requests; None for a model that takes none. Raises ValueError."""
+    from ...bridge.checkpoint.pretrained import load_tokenizer
+    from ...templates.media.processor import VisionProcessor
+    from ...templates.options import MediaOptions
+    from .image_bodies import ImageReader
+
+    allowed = options.allowed_local_media_path
+    vision = VisionProcessor.open(folder, load_tokenizer(folder), MediaOptions())
+    if allowed and vision is None:
+        raise ValueError(f"--allowed_local_media_path {allowed}: the model takes no images. Remove it.")
+    if allowed and not Path(allowed).expanduser().is_dir():
+        raise ValueError(f"--allowed_local_media_path {allowed}: no such folder. Set one that exists.")
+    return ImageReader(vision, Path(allowed).expanduser() if allowed else None) if vision else None
 
 
 def choose_backend(options: RolloutOptions) -> str:

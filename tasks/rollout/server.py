@@ -33,11 +33,13 @@ from fastapi.responses import JSONResponse, Response
 
 from ...templates.json_types import JsonObject
 from .backend import Backend
-from .bodies import Fields, Limits, RequestError, client_gone, invalid_request, json_body, printable
+from .bodies import Limits, client_gone, json_body, printable
 from .bucket_requests import bucket_length, probe_of, shared_bucket
 from .claim import Claim
-from .compatibility import adapter_mismatch, turn_mismatch, vocab_mismatch
+from .compatibility import adapter_mismatch, images_mismatch, turn_mismatch, vocab_mismatch
 from .completion_json import as_json
+from .fields import Fields, RequestError, invalid_request
+from .image_bodies import ImageReader
 from .metrics import CONTENT_TYPE, COUNTERS, as_text
 from .process_group import open_store
 from .route_errors import refuse, refuse_value, report_errors
@@ -62,15 +64,19 @@ class Server:
         positions: int | None = None,
         hosts: Collection[str] | None = None,
         turns: Sequence[str] = (),
+        images: ImageReader | None = None,
+        most_images: int | None = None,
     ):
         """Make the server.
 
         `positions`: longest text of the model, in tokens.
         `hosts`: names by which clients may call this server; None: any.
         `turns`: flags of multi-turn episodes that a run must have.
+        `images`: reader of images; None: the model takes none.
+        `most_images`: of a prompt; None: any number.
         """
         self.backend, self.model, self.vocab_size = backend, model, vocab_size
-        self.limits = Limits(vocab_size, positions)
+        self.limits, self._most_images = Limits(vocab_size, positions, images), most_images
         self._key, self._hosts, self._turns = api_key, hosts, turns
         self.owner = Claim(silence)
         self.version: str | None = None  # the run's name of the weights; None: those of the model's folder
@@ -148,14 +154,15 @@ class Server:
         self.owner.check(http.headers.get("x-run", ""))
 
     async def claim(self, http: Http) -> JsonObject:
-        """Claim or renew the claim: {run, who, adapters, vocab_size, turns, probe: {pid, fd, bytes, secret} or
-        null}.
+        """Claim or renew the claim: {run, who, adapters, vocab_size, turns, images, probe: {pid, fd, bytes,
+        secret} or null}.
 
         `adapters`: rank of the adapters that the run will send; 0 or absent: full weights.
-        `vocab_size`: of the run's model, if known; the server's must equal it. `local` in the answer: the probe's
+        `vocab_size`: of the run's model, if known; the server's must equal it.
+        `images`: most images of a prompt of the run; 0 or absent: none. `local` in the answer: the probe's
             memory is readable here, so that buckets can go through shared memory.
         """
-        names = ("run", "who", "adapters", "vocab_size", "turns", "probe")
+        names = ("run", "who", "adapters", "vocab_size", "turns", "images", "probe")
         fields = Fields(await json_body(http), names)
         run, who = fields.text("run"), printable(fields.text("who"))
         if not run.isascii() or not run.isprintable():
@@ -164,6 +171,9 @@ class Server:
         if mismatch := mismatch or vocab_mismatch(fields.integer("vocab_size", 1, default=None), self.vocab_size):
             raise invalid_request(mismatch)
         if mismatch := turn_mismatch(fields.texts("turns", []), self._turns):
+            raise invalid_request(mismatch)
+        most_images = self._most_images if self.limits.images else 0
+        if mismatch := images_mismatch(fields.integer("images", 0, default=0), most_images):
             raise invalid_request(mismatch)
         probe = probe_of(fields.raw("probe", None))
         await self._release_if_ended()
@@ -256,14 +266,17 @@ class Server:
     # ---- completions
 
     async def generate(self, http: Http) -> Response:
-        """Generate: {requests: [...], sampling: {...}, version: of the weights (absent: any)} -> {completions,
-        version}."""
+        """Generate: {requests: [...], sampling: {...}, images: [...], version: of the weights (absent: any)} ->
+        {completions, version}."""
         body = await json_body(http)
-        requests, sampling = self.limits.generation(body)
+        if "images" in body:  # decoded in a thread, so that the server stays responsive
+            requests, sampling = await asyncio.to_thread(self.limits.generation, body)
+        else:
+            requests, sampling = self.limits.generation(body)
         work, began = self.backend.generate(requests, sampling), time.monotonic()
         completions = await self.run_work(http, work, lambda: self._check_weights(body))
         self.counts["requests"] += len(requests)
-        self.counts["prompt_tokens"] += sum(len(request.tokens) for request in requests)
+        self.counts["prompt_tokens"] += sum(request.prompt_length or len(request.tokens) for request in requests)
         self.counts["completion_tokens"] += sum(len(completion.tokens) for completion in completions)
         self.counts["generation_seconds"] += time.monotonic() - began
         answer = {"version": self.version, "completions": [as_json(completion) for completion in completions]}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from ...bridge.checkpoint.pretrained import load_tokenizer
 from .engine import Cancelled, Completion, Request, Sampling, TopLogProbs
 from .eos import eos_token_ids
 from .hf_replica import Replica
+from .image_inputs import ImageInputs
 from .transformers_experts import ExpertRecorder
 
 BATCH_SIZE = 64  # requests
@@ -30,7 +32,7 @@ class TransformersEngine:
     """
 
     def __init__(self, folder: str | Path, *, dtype: torch.dtype, load: bool = True, batch_size: int = BATCH_SIZE):
-        folder = Path(folder)
+        self.folder = folder = Path(folder)
         self.device, self.batch_size = runtime.device(), batch_size
         self.replica = Replica(folder, dtype=dtype, device=self.device, load=load)
         self.tokenizer = load_tokenizer(folder)
@@ -41,9 +43,11 @@ class TransformersEngine:
         self, requests: Sequence[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None = None
     ) -> list[Completion]:
         """Generate as `ScoringEngine`. Raises RuntimeError while weights are missing."""
-        if missing := self.replica.missing:
-            raise RuntimeError(f"{len(missing)} weights of the engine have not arrived yet, such as {min(missing)}")
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))  # for little padding
+        has_images = any(request.images for request in requests)
+        if missing := self.replica.missing(for_images=has_images):
+            raise RuntimeError(f"{len(missing)} weights of the engine have not arrived yet, such as {missing[0]}")
+        lengths = [request.prompt_length or len(request.tokens) for request in requests]
+        order = sorted(range(len(requests)), key=lengths.__getitem__)  # for little padding
         completions: dict[int, Completion] = {}
         for first in range(0, len(order), self.batch_size):
             if is_cancelled and is_cancelled():
@@ -89,11 +93,20 @@ class TransformersEngine:
             self.replica.move(device)
             torch.cuda.empty_cache()
 
+    @cached_property
+    def _image_inputs(self) -> ImageInputs:
+        return ImageInputs(self.folder, self.replica.model.config.image_token_id)
+
     @torch.no_grad()
     def _batch(
         self, requests: list[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None
     ) -> list[Completion]:
-        tokens, mask = left_pad([request.tokens for request in requests], 0)  # padding is masked, so any token id works
+        prompts, media = [request.tokens for request in requests], {}
+        if any(request.images for request in requests):
+            prompts, media = self._image_inputs.of(requests)
+        tokens, mask = left_pad(prompts, 0)  # padding is masked, so any token id works
+        if media:
+            media["mm_token_type_ids"] = (tokens == self._image_inputs.token_id).int()
         prompt_length = tokens.shape[1]
         sampler = _Sampler(requests, sampling, prompt_length, mask.to(self.device))
         ends = self.eos_ids if sampling.ends is None else set(sampling.ends)
@@ -107,6 +120,7 @@ class TransformersEngine:
             model.generate(
                 tokens.to(self.device),
                 attention_mask=mask.to(self.device),
+                **{name: tensor.to(self.device) for name, tensor in media.items()},
                 generation_config=settings,
                 logits_processor=[sampler],
                 stopping_criteria=[stop],
@@ -114,7 +128,7 @@ class TransformersEngine:
         completions = sampler.completions(stop)
         if not sampling.experts:
             return completions
-        first = [prompt_length - len(request.tokens) for request in requests]
+        first = [prompt_length - len(prompt) for prompt in prompts]
         ends = [prompt_length + len(completion.tokens) - 1 for completion in completions]
         recorded = zip(completions, recorder.experts(), first, ends, strict=True)
         return [replace(completion, experts=experts[start:end]) for completion, experts, start, end in recorded]

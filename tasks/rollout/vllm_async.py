@@ -19,7 +19,8 @@ from .eos import eos_token_ids
 from .lora_support import DEFAULT_RANK, lora_rank_bucket
 from .vllm_adapter import VllmObject, lora_request
 from .vllm_engine import check_experts, lora_arguments, sampling_params, to_completion
-from .vllm_kwargs import engine_kwargs
+from .vllm_images import image_arguments, vllm_prompt
+from .vllm_kwargs import engine_kwargs, set_cpu_defaults
 from .weight_buckets import Bucket
 
 
@@ -34,8 +35,7 @@ class VllmBackend:
     def __init__(self, folder: Path, options: RolloutOptions, dtype: torch.dtype):
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a run may use the same cores
+            set_cpu_defaults()
         else:  # CUDA is initialised in this process, which therefore cannot be forked
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
@@ -69,6 +69,7 @@ class VllmBackend:
                 weight_transfer_config=WeightTransferConfig(backend=NAME),
                 worker_extension_cls=EXTENSION,
                 **lora_arguments(folder, max_rank),
+                **image_arguments(folder, options),
                 **engine_kwargs(options.vllm_engine_kwargs),
             )
         )
@@ -101,11 +102,12 @@ class VllmBackend:
 
     async def _generate_one(self, request: Request, sampling: Sampling) -> Completion:
         settings = sampling_params(request, sampling, self._eos_ids)
-        prompt = {"prompt_token_ids": request.tokens}
+        prompt = vllm_prompt(request)
         async for output in self.llm.generate(
             prompt, settings, request_id=uuid.uuid4().hex, lora_request=self._adapter
         ):
             if output.finished:
+                request.check_length(len(output.prompt_token_ids))
                 return to_completion(output.outputs[0], sampling)
         raise RuntimeError("vLLM aborted a request")
 
@@ -153,6 +155,7 @@ class VllmBackend:
 
     async def finish(self) -> None:
         await self.llm.finish_weight_update()
+        await self.llm.reset_encoder_cache()  # features of images by an earlier tower
         self._adapter = lora_request() if self.max_adapter_rank else None
 
     async def abort(self) -> None:

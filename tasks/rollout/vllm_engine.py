@@ -31,7 +31,8 @@ from .engine import Completion, Request, Sampling
 from .eos import eos_token_ids
 from .lora_support import lora_rank_bucket
 from .vllm_adapter import VllmObject, has_adapters, load_adapter, lora_request, unsharded_adapter_tensors
-from .vllm_kwargs import engine_kwargs
+from .vllm_images import image_arguments, vllm_prompt
+from .vllm_kwargs import engine_kwargs, set_cpu_defaults
 from .weight_sync import checksum
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags for memory that sleeps
@@ -53,6 +54,7 @@ class VllmEngine:
     `sleep_level`: 0: never sleep. 1: move weights to the host and free the cache. 2: free the weights too, so that an
         `update` must follow. On a CPU the engine does not sleep.
     `memory_share`: vLLM's share of the GPU's memory.
+    `most_images`: of a prompt of the data.
 
     Raises ImportError without vLLM. Raises ValueError where the tensor parallel size does not divide the number of
     ranks, or `check_experts` fails.
@@ -69,6 +71,7 @@ class VllmEngine:
         adapter_rank: int | None = None,
         sleep_level: int = 0,
         memory_share: float = 0.9,
+        most_images: int = 0,
     ):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(
@@ -106,6 +109,7 @@ class VllmEngine:
                 enable_return_routed_experts=experts,
                 use_tqdm_on_load=sys.stderr.isatty(),
                 **lora,
+                **image_arguments(Path(folder), options, most_images),
                 generation_config="vllm",  # no defaults other than Sampling's
                 logprobs_mode="raw_logprobs",  # see _set_temperature
                 **engine_kwargs(options.vllm_engine_kwargs),
@@ -124,11 +128,13 @@ class VllmEngine:
         self.wake()
         self._set_temperature(sampling.temperature)
         outputs = self.llm.generate(
-            [{"prompt_token_ids": request.tokens} for request in requests],
+            [vllm_prompt(request) for request in requests],
             [sampling_params(request, sampling, self.eos_ids) for request in requests],
             use_tqdm=False,
             lora_request=lora_request() if self._has_adapter else None,
         )
+        for request, output in zip(requests, outputs, strict=True):
+            request.check_length(len(output.prompt_token_ids))
         return [to_completion(output.outputs[0], sampling) for output in outputs]
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -140,6 +146,7 @@ class VllmEngine:
             self.llm.apply_model(lambda model: load_adapter(model, tensors))
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.llm.llm_engine.reset_encoder_cache()  # features of images by an earlier tower
         self.llm.reset_prefix_cache()
 
     def sleep(self) -> None:
@@ -287,17 +294,19 @@ def unsharded_tensors(model: VllmObject, names: Sequence[str]) -> Iterator[tuple
         names = [name for name in names if not name.startswith(ADAPTER_PREFIX)]
     parameters = {name.replace(BASE_LAYER, "."): tensor for name, tensor in model.named_parameters()}
     modules = {f"{name}.".replace(BASE_LAYER, ".")[:-1]: module for name, module in model.named_modules()}
-    for name in names:
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for checkpoint_name in names:
+        name = (mapper._map_name(checkpoint_name) if mapper else checkpoint_name) or checkpoint_name
         module, _, leaf = name.rpartition(".")
         if name in parameters and _is_unsharded(modules[module], leaf):
-            yield name, parameters[name]
+            yield checkpoint_name, parameters[name]
             continue
         parent, _, part = module.rpartition(".")
         for fused, parts in model.packed_modules_mapping.items() if hasattr(model, "packed_modules_mapping") else ():
             fused_module: VllmObject = modules.get(f"{parent}.{fused}")
             if part in parts and f"{parent}.{fused}.{leaf}" in parameters and _is_unsharded(fused_module, leaf):
                 sizes = fused_module.output_sizes
-                yield name, parameters[f"{parent}.{fused}.{leaf}"].split(sizes)[parts.index(part)]
+                yield checkpoint_name, parameters[f"{parent}.{fused}.{leaf}"].split(sizes)[parts.index(part)]
 
 
 def _is_unsharded(module: VllmObject, leaf: str) -> bool:
@@ -319,8 +328,7 @@ def _prepare_environment(on_gpu: bool) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # leaves the terminal to the trainer's output
     if not on_gpu:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the same cores
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
+        set_cpu_defaults()
 
 
 def _rename_shared_memory() -> None:

@@ -1,8 +1,15 @@
-"""Fields of vLLM's EngineArgs from --vllm_engine_kwargs."""
+"""Settings of vLLM: fields of its EngineArgs from --vllm_engine_kwargs, and its environment on a CPU."""
 
 import dataclasses
 import difflib
+import os
 from typing import Any
+
+
+def set_cpu_defaults() -> None:
+    """Set environment variables of vLLM on a CPU, unless the user has. Call it before vLLM is imported."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # other processes use the same cores
 
 
 def engine_kwargs(settings: dict[str, Any], names: set[str] | None = None) -> dict[str, Any]:

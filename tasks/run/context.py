@@ -278,6 +278,11 @@ def has_media(data: Prepared) -> bool:
     return data.train.has_media or (data.val is not None and data.val.has_media)
 
 
+def most_images(data: Prepared) -> int:
+    """Return the largest number of images of a sample; 0 for a stream."""
+    return max((store.most_images for store in (data.train, data.val) if isinstance(store, TokenStore)), default=0)
+
+
 def dtype_of(options: ModelOptions, hf_config: JsonObject) -> torch.dtype:
     """Return the dtype of the weights: `--torch_dtype`, else the checkpoint's. Raises ValueError for an unknown one."""
     config = (hf_config.get("text_config") or {}) | hf_config

@@ -190,8 +190,13 @@ class BatchLayout:
         """Lay out documents, some with images or videos, as `_documents_batch`."""
         assert self.vision is not None, "samples with media need a vision processor"
         selected = slice(None) if part is None else slice(part, part + 1)
-        media_by_sample = [sample.media_by_document[selected] for pack in packs for sample in pack]
-        samples = [number for number, media in enumerate(media_by_sample) for _ in media]  # one per document
+        all_samples = list(chain.from_iterable(packs))
+        media_by_sample = [sample.media_by_document[selected] for sample in all_samples]
+        samples = [  # one per document; that of the owner, so that media which samples share are encoded once
+            number if sample.media_owner < 0 else -1 - sample.media_owner
+            for number, (sample, media) in enumerate(zip(all_samples, media_by_sample, strict=True))
+            for _ in media
+        ]
         placed_media = list(chain.from_iterable(media_by_sample))
         if not any(placed_media):
             return self.batch(documents, loss_tokens, row_length), documents

@@ -47,6 +47,7 @@ class Sequences:
     returns: list[np.ndarray] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)  # int16 [length, layers, topk]: Batch.experts; or none
     media: list[Sequence[PlacedMedium]] = field(default_factory=list)  # images and videos of each document; or none
+    media_owners: list[int] = field(default_factory=list)  # equal for documents with the same media; or none
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -71,7 +72,7 @@ class BatchPlan:
     def batches(self, sequences: Sequences) -> list[Batch]:
         """Return this rank's micro batches of a step. Raises ValueError for a document longer than a pack."""
         lengths = self.layout.padded(np.array([len(ids) for ids in sequences.tokens], np.int64))
-        rows = self._rows(lengths)
+        rows = self._rows(lengths, sequences.media_owners)
         widths = np.array([[self._width(row, lengths) for row in micro_batch] for micro_batch in rows])
         if self.equal_lengths:
             widths = np.broadcast_to(widths.max(0, keepdims=True), widths.shape)
@@ -88,20 +89,27 @@ class BatchPlan:
             for micro_batch, width in zip(rows, widths[:, self.rank].tolist(), strict=True)
         ]
 
-    def _rows(self, lengths: np.ndarray) -> list[list[list[list[int]]]]:
+    def _rows(self, lengths: np.ndarray, owners: list[int]) -> list[list[list[list[int]]]]:
         """Assign documents to [micro batches, ranks, samples], each sample a list of documents.
 
-        Documents of a micro batch have similar lengths, and ranks similar numbers of tokens.
+        Documents of a micro batch have similar lengths, and ranks similar numbers of tokens. Without packs, documents
+        with the same media lie in one micro batch of a rank, as far as they fit, so that these are encoded once there.
+        owners: as Sequences.media_owners
         """
         if self.layout.pack_length:
             packs = pack(lengths, self.layout.pack_length)
             samples = [packs[number].tolist() for number in range(len(packs))]
         else:
-            samples = [[number] for number in np.argsort(-lengths, kind="stable").tolist()]
+            order = _order_by_owner(lengths, np.array(owners)) if owners else np.argsort(-lengths, kind="stable")
+            samples = [[number] for number in order.tolist()]
         size = self.micro_batch_size * self.ranks
         samples += [[] for _ in range(-len(samples) % (size * self.multiple))]
         micro_batches = []
         for start in range(0, len(samples), size):
+            if owners and not self.layout.pack_length:
+                firsts = range(start, start + size, self.micro_batch_size)
+                micro_batches.append([samples[first : first + self.micro_batch_size] for first in firsts])
+                continue
             # Serpentine order over the ranks, 0 1 2 2 1 0 ..., balances their tokens.
             rounds = [samples[first : first + self.ranks] for first in range(start, start + size, self.ranks)]
             ordered = [members if number % 2 == 0 else members[::-1] for number, members in enumerate(rounds)]
@@ -116,7 +124,9 @@ class BatchPlan:
         def tokenized_sample(number: int) -> TokenizedSample:
             document = sequences.tokens[number], sequences.weights[number]
             media = sequences.media[number] if sequences.media else ()
-            return TokenizedSample([document], np.array([sequences.labels[number]], np.float32), number, media=media)
+            owner = sequences.media_owners[number] if sequences.media_owners else -1
+            label = np.array([sequences.labels[number]], np.float32)
+            return TokenizedSample([document], label, number, media=media, media_owner=owner)
 
         batch = self.layout.collate(
             [[tokenized_sample(number) for number in sample] for sample in row], totals, width, 1
@@ -184,6 +194,13 @@ class BatchPlan:
                 row[start : start + length] = starts[item] + np.arange(length)
             ids.append(np.where(batch.loss_weights[0].numpy() != 0, row[_local_index(batch)], -1))
         return ids
+
+
+def _order_by_owner(lengths: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """Return the order of documents by the longest of their owner, by owner, then by their own length."""
+    longest = np.zeros(owners.max() + 1, np.int64)
+    np.maximum.at(longest, owners, lengths)
+    return np.lexsort((-lengths, owners, -longest[owners]))
 
 
 def _document_spans(batch: Batch) -> Iterator[tuple[int, int, int]]:

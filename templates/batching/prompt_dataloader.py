@@ -20,6 +20,7 @@ class Prompt(NamedTuple):
     source_row: str  # file and row number, for messages
     tokens: list[int]
     columns: JsonObject  # of the row; `messages` are those of the prompt
+    media: Sequence[PlacedMedium] = ()  # images and videos of the prompt, placed in its expanded tokens
     reference_document: Document | None = None  # conversation with the answer in the row, if there is one
     reference_media: Sequence[PlacedMedium] = ()  # its images and videos
 
@@ -97,7 +98,8 @@ class Prompts:
         documents = self.store.row(number)
         sample = TokenizedSample(documents, self.store.label(number), number, media=self.store.media(number))
         columns, source_row = self.store.columns(number), self.store.source_row(number)
-        prompt = Prompt(source_row, documents[0][0].tolist(), columns)
+        prompt_media, *answer_media = sample.media_by_document
+        prompt = Prompt(source_row, documents[0][0].tolist(), columns, prompt_media)
         if len(documents) == 1:
             return prompt
-        return prompt._replace(reference_document=documents[1], reference_media=sample.media_by_document[1])
+        return prompt._replace(reference_document=documents[1], reference_media=answer_media[0])

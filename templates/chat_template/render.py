@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..formats.dataset_names import resolve_text
-from ..formats.media_rows import NO_ENGINES, has_media, to_media_conversation, to_media_text
-from ..formats.medium import SENTINELS, Medium, has_sentinels
+from ..formats.media_rows import NO_VIDEOS, to_media_conversation, to_media_text
+from ..formats.medium import SENTINELS, Medium, has_sentinels, media_columns, source_name, to_tags
 from ..formats.paired_media_rows import (
     to_classified,
     to_media_answer,
     to_media_contrastive,
     to_media_pair,
     to_media_prompt,
+    to_media_question,
 )
 from ..formats.paired_rows import (
     ContrastiveRow,
@@ -101,7 +102,6 @@ class Renderer:
 
     def __call__(self, row: JsonObject) -> list[Rendered]:
         """Return the samples of a row. Raises UnusableRow."""
-        self._check_media(row)
         match self.stage:
             case "sft":
                 return [([self._with_loss_weights(self._conversation(row))], [])]
@@ -128,9 +128,10 @@ class Renderer:
 
     def columns(self, row: JsonObject) -> bytes:
         """Return the row of a prompt as JSON, for reward functions, with the messages of the prompt."""
-        self._check_media(row)
         others = {name: value for name, value in drop_missing(row).items() if name not in (*MESSAGES, *MEDIA)}
-        messages = self._prompt_and_answer(row)[0].messages
+        prompt = self._prompt_and_answer(row)[0]
+        messages = [message | {"content": to_tags(message["content"])} for message in prompt.messages]
+        others |= media_columns(prompt.media, source_name)
         return json.dumps(others | {"messages": messages}, ensure_ascii=False, default=str).encode()
 
     def notes(self) -> list[str]:
@@ -141,10 +142,6 @@ class Renderer:
         if self.adds_non_thinking_prefix and not non_thinking_prefix(self.chat, Conversation([], [])):
             notes.append("--add_non_thinking_prefix: no effect, the chat template has no empty thought to add")
         return notes
-
-    def _check_media(self, row: JsonObject) -> None:
-        if self.vision and self.stage == "prompts" and has_media(row):
-            raise UnusableRow(f"it has images or videos: {NO_ENGINES}")
 
     def _conversation(self, row: JsonObject) -> Conversation:
         """Return the conversation of a row, with its media and with its objects as text."""
@@ -190,7 +187,13 @@ class Renderer:
     def _prompt_and_answer(self, row: JsonObject) -> tuple[Conversation, Conversation | None]:
         """Return the prompt of a row, and the conversation with its answer, where the stage reads it and it has one."""
         answered = None
-        if self.vision and self.stage != "prompts":
+        if self.vision and self.stage == "prompts":
+            prompt, objects = to_media_question(row)
+            if any(medium.kind == "video" for medium in prompt.media):
+                raise UnusableRow(NO_VIDEOS)
+            if objects:
+                name_objects(prompt, objects, self.vision)
+        elif self.vision:
             conversation, is_answered, objects = to_media_prompt(row, needs_answer=self.stage == "answered")
             if objects:
                 name_objects(conversation, objects, self.vision)

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..formats.medium import Medium
+from ..formats.medium import Medium, json_source
+from ..json_types import Json
 from ..media.processor import MediaPlan
 
 Document = tuple[np.ndarray, np.ndarray]  # token ids [length], loss weights [length]
@@ -36,6 +37,15 @@ def expand(ids: np.ndarray, weights: np.ndarray, media: Sequence[PlacedMedium]) 
     return (ids, weights), placed
 
 
+def collapse(ids: Sequence[int], images: Sequence[PlacedMedium]) -> list[int]:
+    """Return the ids of an expanded document with one placeholder for each image, as engines take it."""
+    collapsed, start = [], 0
+    for image in images:
+        collapsed += ids[start : image.place + 1]
+        start = image.place + image.plan.length
+    return [*collapsed, *ids[start:]]
+
+
 def concatenated_media(lengths: Iterable[int], media: Iterable[Sequence[PlacedMedium]]) -> list[PlacedMedium]:
     """Return the media of documents, placed in their concatenation. lengths: number of ids of each document"""
     starts = accumulate(lengths, initial=0)
@@ -43,4 +53,21 @@ def concatenated_media(lengths: Iterable[int], media: Iterable[Sequence[PlacedMe
         medium._replace(place=medium.place + start)
         for start, document_media in zip(starts, media, strict=False)
         for medium in document_media
+    ]
+
+
+def media_to_json(images: Iterable[PlacedMedium]) -> list[Json]:
+    """Return the images of a document as JSON, with their sources."""
+    return [
+        [image.place, image.number, list(image.plan.grid), image.plan.tokens, json_source(medium.source), medium.limits]
+        for image in images
+        if (medium := image.medium)
+    ]
+
+
+def media_from_json(rows: Iterable[Any]) -> list[PlacedMedium]:
+    """Restore the images of `media_to_json`."""
+    return [
+        PlacedMedium(place, number, MediaPlan("image", tuple(grid), tokens), Medium("image", source, limits))
+        for place, number, grid, tokens, source, limits in rows
     ]

@@ -28,6 +28,7 @@ class TokenizedSample(NamedTuple):
     item: int = -1  # number in the store; -1 in a stream
     channel: int = -1  # number of its channel (--enable_channel_loss); -1: none
     media: Sequence[PlacedMedium] = ()  # placed in the concatenation of its expanded documents
+    media_owner: int = -1  # samples with the same number have the same media, as completions of a prompt; -1: its own
 
     @property
     def media_by_document(self) -> list[list[PlacedMedium]]:

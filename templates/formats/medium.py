@@ -1,7 +1,10 @@
 """Images and videos of a row, and the characters that stand for them in its texts."""
 
+import base64
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..json_types import Json, JsonObject
 
@@ -11,6 +14,8 @@ MediaKind = Literal["image", "video"]
 IMAGE, VIDEO = "\ufdd0", "\ufdd1"
 SENTINELS: dict[MediaKind, str] = {"image": IMAGE, "video": VIDEO}
 KINDS: dict[str, MediaKind] = {sentinel: kind for kind, sentinel in SENTINELS.items()}
+TAGS = str.maketrans({sentinel: f"<{kind}>" for kind, sentinel in SENTINELS.items()})
+LONGEST_NAME = 300  # characters; a longer source is data
 
 
 @dataclass(frozen=True)
@@ -41,3 +46,36 @@ def to_blocks(text: str) -> list[JsonObject]:
             blocks.append({"type": kind})
             start = position + 1
     return [*blocks, {"type": "text", "text": text[start:]}] if start < len(text) else blocks
+
+
+def to_tags(text: str) -> str:
+    """Return a text with `<image>` and `<video>` in place of sentinels."""
+    return text.translate(TAGS)
+
+
+def media_columns(media: Iterable[Medium], convert: Callable[[Any], Json]) -> JsonObject:
+    """Return the columns `images` and `videos` of a row, without those that are empty. convert: a source to a value"""
+    columns: dict[str, list[Json]] = {}
+    for medium in media:
+        columns.setdefault(f"{medium.kind}s", []).append(convert(medium.source))
+    return dict(columns)
+
+
+def json_source(source: Any) -> Json:
+    """Return a source as JSON: bytes without a file as a data URI."""
+    match source:
+        case list() | tuple():
+            return [json_source(frame) for frame in source]
+        case {"path": str(path), **others} if others.get("bytes") is None or os.path.exists(path):
+            return path
+        case {"bytes": bytes(data)} | bytes(data):
+            return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
+        case str():
+            return source
+    return None
+
+
+def source_name(source: Any) -> str | None:
+    """Return the path or URL of a source; None for data."""
+    name = json_source(source) if isinstance(source, str) or (isinstance(source, dict) and "path" in source) else None
+    return name if isinstance(name, str) and len(name) <= LONGEST_NAME and not name.startswith("data:") else None

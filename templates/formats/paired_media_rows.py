@@ -13,7 +13,15 @@ from ..json_types import Json, JsonObject
 from .media_rows import COLUMNS, MediaRow, split_media, to_media_conversation, to_media_text
 from .medium import MediaKind, Medium
 from .paired_rows import ContrastiveRow, Passage, to_answer, to_answered, to_contrastive, to_pair
-from .schemas import UNGROUPED, Conversation, Stage, UnusableRow, to_prompt
+from .schemas import (
+    UNGROUPED,
+    Conversation,
+    Stage,
+    UnusableRow,
+    to_open_conversation,
+    to_prompt,
+    without_answer,
+)
 
 
 def to_media_pair(row: JsonObject) -> tuple[tuple[Conversation, Conversation], JsonObject | None]:
@@ -42,6 +50,14 @@ def to_media_prompt(row: JsonObject, *, needs_answer: bool) -> tuple[Conversatio
     return conversation, answered is not None, media_row.objects
 
 
+def to_media_question(row: JsonObject) -> tuple[Conversation, JsonObject | None]:
+    """Return the conversation of a row without its final answer, with its media, and the row's objects."""
+    media_row = split_media(row)
+    conversation = to_open_conversation(media_row.row)
+    media_row.place_in(conversation)
+    return without_answer(conversation), media_row.objects
+
+
 def to_media_contrastive(row: JsonObject) -> ContrastiveRow:
     """Return the texts of a row for embeddings or rerankers, with their media."""
     media_row = split_media(row, ("positive", "negative"))
@@ -67,6 +83,8 @@ def media_of(row: JsonObject, stage: Stage) -> list[Medium]:
             media = [conversation.media for conversation in to_media_pair(row)[0]]
         case "kto":
             media = [to_media_answer(row)[0].media]
+        case "prompts":
+            media = [to_media_question(row)[0].media]
         case "seq_cls":
             media = [to_classified(row)[1]]
         case "embedding" | "reranker":

@@ -185,9 +185,13 @@ def to_prompt(row: JsonObject) -> Conversation:
 
     An answer in a separate column may have any form, because only reward functions read it.
     """
+    return without_answer(to_open_conversation(row))
+
+
+def to_open_conversation(row: JsonObject) -> Conversation:
+    """Return the conversation of a row, without an answer in a separate column."""
     unread = {column: "" for column in RESPONSE if not is_missing(row.get(column))}
-    conversation = to_conversation(type(row)(row | unread), answered=False, strict=False)
-    return without_answer(conversation)
+    return to_conversation(type(row)(row | unread), answered=False, strict=False)
 
 
 def without_answer(conversation: Conversation) -> Conversation:

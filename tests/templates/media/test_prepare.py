@@ -14,6 +14,7 @@ import pytest
 from megaswift.templates.batching.collator import BatchLayout, StepDivision
 from megaswift.templates.batching.dataloader import Batches
 from megaswift.templates.batching.prompt_dataloader import Prompts
+from megaswift.templates.dataset.placed_media import collapse, media_from_json, media_to_json
 from megaswift.templates.media.processor import VisionProcessor
 from megaswift.templates.options import PrepareOptions
 from megaswift.templates.prepare import prepare
@@ -170,12 +171,31 @@ def test_a_model_without_a_tower(make_tokenizer, images, tmp_path: Path) -> None
         prepare(text_only, make_tokenizer(), stage="pt")
 
 
-def test_generating_stages_refuse_images_for_now(made, images, tmp_path: Path) -> None:
-    row = {"messages": [user("q"), ANSWER]}
-    for media in ({"images": images[:1]}, {"messages": [user([{"type": "image", "image": images[0]}]), ANSWER]}):
-        with pytest.raises(ValueError, match="images and videos are not for tasks that generate in this version"):
-            made.prepare("prompts", dataset=[write(tmp_path, row | media)])
-    assert len(made.prepare("prompts", dataset=[write(tmp_path, row)]).train)
+def test_prompts_with_images(made, images, tmp_path: Path) -> None:
+    """What rewards get has tags and names; what the answer shows is not in the prompt."""
+    messages = [user("<image>what?"), ANSWER, user("and <image>"), {"role": "assistant", "content": "<image> a"}]
+    rows = [
+        {"messages": messages, "images": images[:3], "solution": 7},
+        {"messages": [user("<image>b")], "image": base64.b64encode(Path(images[0]).read_bytes()).decode()},
+        {"messages": [user("no")]},
+    ]
+    store = made.prepare("prompts", dataset=[write(tmp_path, *rows)], dataset_shuffle=False).train
+    prompts = Prompts(store, completions_per_prompt=2, shuffle=False, seed=0)
+    first, second, third = prompts.next_batch(3)
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert text(made, np.array(first.tokens)) == (
+        f"<|im_start|>user\n{image}what?<|im_end|>\n<|im_start|>assistant\na circle<|im_end|>\n"
+        f"<|im_start|>user\nand {image}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [medium.medium.source for medium in first.media] == images[:2]
+    assert collapse(first.tokens, first.media).count(5) == 2 < first.tokens.count(5)
+    assert first.columns == {"messages": messages[:3], "images": images[:2], "solution": 7}
+    assert second.columns["images"] == [None]
+    assert third.media == []
+    restored = media_from_json(json.loads(json.dumps(media_to_json(first.media))))
+    assert restored == list(first.media)
+    with pytest.raises(ValueError, match="it has videos, and tasks that generate take images alone"):
+        made.prepare("prompts", dataset=[write(tmp_path, {"messages": [user("<video>a")], "videos": [images[:3]]})])
 
 
 @pytest.mark.parametrize("stage", ["answered", "asked"])

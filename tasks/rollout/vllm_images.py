@@ -1,0 +1,51 @@
+"""Images of prompts in vLLM: its arguments, and a request's prompt."""
+
+from pathlib import Path
+from typing import Any
+
+from ...bridge.checkpoint.hub import read_config
+from ...templates.json_types import JsonObject
+from ...templates.media.families import FAMILIES
+from ..options.groups import GenerationOptions
+from ..options.rollout import VllmOptions
+from .engine import Request
+
+
+def image_arguments(
+    folder: Path, options: VllmOptions | GenerationOptions, most_images: int | None = None
+) -> JsonObject:
+    """Return vLLM's arguments for the model in `folder` with images in prompts.
+
+    most_images: of a prompt of the data; None: unknown. Raises ValueError if the options allow fewer, or are for images
+    that the model does not take.
+    """
+    limits, cache = options.vllm_limit_mm_per_prompt, options.vllm_mm_processor_cache_gb
+    if read_config(folder).get("model_type") not in FAMILIES:
+        if limits or cache is not None:
+            flag = f"--vllm_limit_mm_per_prompt {limits}" if limits else f"--vllm_mm_processor_cache_gb {cache:g}"
+            raise ValueError(f"{flag}: the model takes no images. Remove it.")
+        return {}
+    if most_images == 0 and not limits:  # texts alone
+        return {}
+    if most_images and limits.get("image", most_images) < most_images:
+        raise ValueError(
+            f"--vllm_limit_mm_per_prompt {limits}: the data has a prompt of {most_images} images. Set at least as "
+            "many, or remove it."
+        )
+    arguments: JsonObject = {
+        "limit_mm_per_prompt": ({"image": most_images} if most_images else {}) | {"video": 0} | limits
+    }
+    if cache is not None:
+        arguments["mm_processor_cache_gb"] = cache
+    return arguments
+
+
+def vllm_prompt(request: Request) -> dict[str, Any]:
+    """Return a request as a prompt of vLLM, which expands its placeholders by the checkpoint's processor."""
+    prompt: dict[str, Any] = {"prompt_token_ids": request.tokens}
+    if request.images:
+        first = request.images[0]  # the limits of a row are those of all its images
+        size = {"shortest_edge": first.min_pixels, "longest_edge": first.max_pixels}
+        prompt["multi_modal_data"] = {"image": [image.pixels for image in request.images]}
+        prompt["mm_processor_kwargs"] = {"size": size}
+    return prompt

