@@ -88,7 +88,6 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
     use_engine = is_explicit or (options.transformer_impl == "auto" and has_engine and bool(options.fp8_format))
     fp8.check(options, dtype, transformer_engine=use_engine)
     precision = f"{options.fp8_format}, {options.fp8_recipe}" if options.fp8_format else None
-    has_triton = usable(torch.empty(0, device=runtime.device()))
     # Flash kernels need half precision and head sizes that are multiples of eight.
     if dtype == torch.float32 or not on_gpu or any(size % 8 for size in _head_sizes(architecture)):
         attention = "sdpa"
@@ -100,8 +99,9 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
     ):
         attention = "transformer_engine"
     else:
-        is_plain = options.attention_backend == "unfused" or (architecture.score_cap is not None and not has_triton)
-        attention = "sdpa" if is_plain else "varlen"
+        # Only the built-in kernel caps scores.
+        has_kernel = architecture.score_cap is None or usable(torch.empty(0, device=runtime.device()))
+        attention = "varlen" if has_kernel and options.attention_backend != "unfused" else "sdpa"
     delta_nets = None
     if any(layer.mixer == "gated_delta_net" for layer in architecture.layers):
         delta_nets = delta_kernels(dtype, on_gpu=on_gpu, deterministic=options.deterministic_mode)
