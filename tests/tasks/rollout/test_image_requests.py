@@ -48,7 +48,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(vision: VisionProcessor, folder: Path):
-    settings = {"positions": POSITIONS, "vocab_size": VOCABULARY}
+    settings: dict[str, Any] = {"positions": POSITIONS, "vocab_size": VOCABULARY}
     with serving(images=ImageReader(vision, folder), most_images=3, **settings) as (url, _, _):
         yield url
 
