@@ -30,15 +30,6 @@ GPUS = {
     "l40s": ("NVIDIA L40S", 44.4),
 }
 OUTSIDE = 2 * GIB  # of a GPU's memory: CUDA's context and NCCL's buffers, which PyTorch does not count
-PINS = {
-    "tensor": "tensor_model_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "micro_batch": "micro_batch_size",
-    "recomputes": "recompute",
-    "offloads": "optimizer_cpu_offload",
-}
 HEADINGS = ("layout", "micro batch", "recompute", "AdamW on", *Memory._fields, "GiB", "s/step", "tokens/s/GPU")
 
 
@@ -52,7 +43,7 @@ def run(options: PlanOptions, sources: dict[str, str]) -> int:
     peak = peak_flops(device)
     assert peak is not None
     machine = Machine(peak, options.gpus_per_node)
-    pins = {field: value for field, flag in PINS.items() if (value := getattr(options, flag)) is not None}
+    pins = _pins(options)
     limit = memory * GIB - OUTSIDE
     result = search(work, options.gpus, machine, limit, pins)
     print(_summary(options, work, device, memory, has_tower="vision_config" in hf_config))
@@ -76,6 +67,20 @@ def _command(options: PlanOptions, plan: Plan) -> str:
         if options.lora_dropout is not None:
             words.insert(2, f"--lora_dropout {options.lora_dropout:g}")
     return " ".join(words)
+
+
+def _pins(options: PlanOptions) -> dict[str, object]:
+    """Return the fields of `GpuLayout` that flags fix."""
+    values = {
+        "tensor": options.tensor_model_parallel_size,
+        "pipeline": options.pipeline_model_parallel_size,
+        "context": options.context_parallel_size,
+        "expert": options.expert_model_parallel_size,
+        "micro_batch": options.micro_batch_size,
+        "recomputes": options.recompute,
+        "offloads": options.optimizer_cpu_offload,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def make_workload(hf_config: HfConfig, transformers_config: object, options: PlanOptions) -> Workload:
