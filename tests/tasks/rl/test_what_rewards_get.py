@@ -70,7 +70,7 @@ def made_with_data(
     def complete(prompts: list) -> list[Completion]:
         return [Completion(drawn, [-1.0] * len(drawn), "stop") for _ in prompts]
 
-    complete.complete = lambda tokens, limits: complete(tokens)  # type: ignore[attr-defined]
+    complete.complete = lambda tokens, limits, images: complete(tokens)  # type: ignore[attr-defined]
     worker = RolloutWorker(
         options,
         Prompts(data.train, completions_per_prompt=2, shuffle=False, seed=0),  # type: ignore[arg-type]
