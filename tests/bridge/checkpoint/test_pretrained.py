@@ -66,7 +66,8 @@ def test_code_of_a_folder_never_runs(folder, capfd):
 
 
 # Processors of images have no weights, and `templates` does not import `bridge`.
-LOADERS = {ROOT / "bridge/checkpoint/pretrained.py", ROOT / "templates/media/processor.py"}
+PROCESSORS = "templates/media/processor.py", "tasks/rollout/image_inputs.py"
+LOADERS = {ROOT / name for name in ("bridge/checkpoint/pretrained.py", *PROCESSORS)}
 
 
 def test_all_of_transformers_loading_is_in_one_place():

@@ -55,7 +55,7 @@ class Says:
     def __call__(self, prompts: list) -> list[Completion]:
         return self.complete([prompt.tokens for prompt in prompts], [])
 
-    def complete(self, tokens: list, limits: list, images: list) -> list[Completion]:
+    def complete(self, tokens: list, limits: list, images: Any = ()) -> list[Completion]:
         self.prompts += [self.tokenizer.decode(ids) for ids in tokens]
         return [self._next() for _ in tokens]
 
