@@ -67,7 +67,11 @@ FAMILY = Family(
     models="Hy3",
     architecture=architecture,
     mappings=mappings,
-    limits=("sparse layers before dense ones", "mlp_bias"),
+    limits=(
+        "sparse layers before dense ones",
+        "mlp_bias",
+        "adapters of shared experts in PEFT: they have the checkpoint's names, and transformers has others",
+    ),
     defaults=DEFAULTS
     | {
         "vocab_size": 120832,
