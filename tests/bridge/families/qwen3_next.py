@@ -75,7 +75,7 @@ FAULTS = {
         "GatedDeltaNet", lambda module: setattr(module, "_gated_norm", MethodType(_ungated, module))
     ),
     "gate of attention dropped": _planted(
-        "SelfAttention", lambda module: setattr(module, "_apply_output_gate", lambda x, gate: x)
+        "LayerSelfAttention", lambda module: setattr(module, "_apply_output_gate", lambda x, gate: x)
     ),
     "norm of the delta net around 1": Fault(
         tensors=lambda tensors: {name: t + ("linear_attn.norm" in name) for name, t in tensors.items()}
