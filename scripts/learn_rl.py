@@ -73,9 +73,9 @@ TOWER = "--freeze_vit false --freeze_aligner false"
 IMAGES = (
     "rlhf --rlhf_type grpo --external_plugins exact.py --reward_funcs exact --num_generations 16 "
     "--global_batch_size 512 --micro_batch_size 256 --max_completion_length 5 --temperature 1 "
-    f"--beta 0 --train_iters 150 --lr 6e-4 --lr_warmup_fraction 0.05 {TOWER} --dataset questions.jsonl"
+    f"--beta 0 --train_iters 150 --lr 6e-4 --lr_warmup_fraction 0.05 {TOWER}"
 )
-IMAGE_RUNS = ("images", "images_server")
+IMAGE_RUNS = {"images": IMAGES, "images_server": IMAGES + " --vllm_mode server"}
 
 
 def sums() -> list[tuple[str, int]]:
@@ -179,6 +179,15 @@ def distill(folder: Path, engine: str) -> bool:
     return is_good
 
 
+def run(folder: Path, flags: str, base: Path, name: str, engine: str) -> Path:
+    """Run a task with generation on questions.jsonl, and return its checkpoint; with a server, start that too."""
+    line = f"{flags} --model {base.relative_to(folder)} --dataset questions.jsonl --logging_steps 1"
+    if "--vllm_mode server" in flags:
+        with server(folder, str(base), engine) as (port, _):
+            return megatron(folder, f"{line} --vllm_server_port {port}", name)
+    return megatron(folder, f"{line} --use_vllm {str(engine == 'vllm').lower()}", name, PROCESSES.get(name, "1"))
+
+
 def name_colours(folder: Path, names: list[str], engine: str) -> bool:
     """Train a model that names the colours of a fifth of its pictures. Return whether it learns to name all."""
     folder.mkdir()
@@ -202,12 +211,7 @@ def name_colours(folder: Path, names: list[str], engine: str) -> bool:
     table = []
     for name in names:
         start_time = time.perf_counter()
-        line = f"{IMAGES} --model {base.relative_to(folder)} --logging_steps 1"
-        if name == "images_server":
-            with server(folder, str(base), engine) as (port, _):
-                checkpoint = megatron(folder, f"{line} --vllm_mode server --vllm_server_port {port}", name)
-        else:
-            checkpoint = megatron(folder, f"{line} --use_vllm {str(engine == 'vllm').lower()}", name)
+        checkpoint = run(folder, IMAGE_RUNS[name], base, name, engine)
         rewards = logged(checkpoint.parent, "reward")
         exact = [mosaics.measure(model, held_out)["exact answers"] for model in (base, checkpoint)]
         numbers = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5, *exact
@@ -243,13 +247,7 @@ def main(folder: Path, names: list[str], engine: str) -> int:
     before, table = answer_probability(base), []
     for name in names:
         start_time = time.perf_counter()
-        line = f"{RUNS[name]} --model {base.relative_to(folder)} --dataset questions.jsonl --logging_steps 1"
-        if name == "server":
-            with server(folder, str(base), engine) as (port, _):
-                checkpoint = megatron(folder, f"{line} --vllm_server_port {port}", name)
-        else:
-            line = f"{line} --use_vllm {str(engine == 'vllm').lower()}"
-            checkpoint = megatron(folder, line, name, PROCESSES.get(name, "1"))
+        checkpoint = run(folder, RUNS[name], base, name, engine)
         merged = checkpoint.with_name(f"{checkpoint.name}-merged")
         step_rewards, after = (
             logged(checkpoint.parent, "reward"),

@@ -56,7 +56,7 @@ class Prepared:
     train: TokenStore | TokenStream
     val: TokenStore | None
     _describe: Callable[[], str]
-    _source_statistics: dict[str, list[JsonObject]] = field(default_factory=dict)  # of training and evaluation data
+    _source_statistics: dict[str, list[JsonObject]] = field(default_factory=dict)  # training and evaluation data
 
     @property
     def statistics(self) -> JsonObject:

@@ -35,7 +35,7 @@ SUPPORTED = {
     "num_kv_shared_layers": (0,),
     "enable_moe_block": (False,),
     "attention_bias": (False,),
-    "use_bidirectional_attention": ("vision",),  # of images, which are not trained on
+    "use_bidirectional_attention": ("vision",),  # images, which alone use it, are not trained on
 }
 
 
@@ -69,7 +69,7 @@ def list_layers(config: HfConfig) -> tuple[Layer, ...]:
         "full_attention" if (number + 1) % 6 == 0 else "sliding_attention"
         for number in range(config["num_hidden_layers"])
     ]
-    types = [*(config.get("layer_types") or types)[:-1], "full_attention"]  # as transformers has it
+    types = [*(config.get("layer_types") or types)[:-1], "full_attention"]  # transformers replaces the last too
     layers = sliding_layers(config | {"layer_types": types}, [])
     full = replace(layers[-1], **_full_heads(config, types), has_values=not config["attention_k_eq_v"])
     return tuple(replace(layer, rope=1) if layer.window else full for layer in layers)

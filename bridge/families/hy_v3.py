@@ -31,6 +31,7 @@ def architecture(config: HfConfig) -> Architecture:
         routing=rule,
         output_bias=bias,
         passthrough=mtp_pattern({"num_mtp_layers": 0} | config),
+        module_names=((r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),),
     )
 
 
@@ -67,11 +68,7 @@ FAMILY = Family(
     models="Hy3",
     architecture=architecture,
     mappings=mappings,
-    limits=(
-        "sparse layers before dense ones",
-        "mlp_bias",
-        "adapters of shared experts in PEFT: they have the checkpoint's names, and transformers has others",
-    ),
+    limits=("sparse layers before dense ones", "mlp_bias"),
     defaults=DEFAULTS
     | {
         "vocab_size": 120832,

@@ -47,7 +47,7 @@ class PackedAttention:
     def __init__(self, module: Any, scale: float | None, mask: Mask):
         """scale: of the scores; None: head_dim ** -0.5"""
         self.module, self.scale, self.mask = module, scale, mask
-        self._is_cudnn: dict[Any, bool] = {}  # by the shapes of queries, keys and values, without the tokens
+        self._is_cudnn: dict[Any, bool] = {}  # keyed by the shapes of queries, keys and values, without tokens
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, run_module: Callable[[], Tensor]

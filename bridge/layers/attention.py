@@ -25,7 +25,7 @@ from .packed_seqs import AttentionSpan, Documents, Segments
 from .rope import apply_rotary
 from .sinks import masked_attention, varlen_attention
 
-MAX_FLASH_DIM = 256  # of a head: flash kernels support no wider ones
+MAX_FLASH_DIM = 256  # widest head that flash kernels support
 
 
 class CoreAttention(MegatronModule):

@@ -17,7 +17,7 @@ from ..kernels import usable
 from .packed_seqs import Segments
 
 MAX_HEAD_DIM = 128  # up to which kernels/attention.py is faster: the sums of wider heads do not fit into registers
-MAX_CAPPED_DIM = 256  # with caps on scores, which torch's kernels have not
+MAX_CAPPED_DIM = 256  # widest head if scores are capped, which torch's kernels cannot do
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # query, key, value -> output, L [heads, tokens]
 # grad of output, query, key, value, output, L' -> grads of query, key, value

@@ -34,7 +34,7 @@ class Layer:
     rope: int | None = 0  # index into Architecture.ropes; None: no position embedding
     window: int | None = None  # a query attends to itself and the `window - 1` keys before it
     chunk: int | None = None  # a query attends within its block of `chunk` positions
-    head_dim: int | None = None  # of queries, keys and values; None: kv_channels
+    head_dim: int | None = None  # size of a query, key or value; None: kv_channels
     groups: int | None = None  # key heads; None: num_query_groups
     has_values: bool = True  # a projection of their own; else values are the keys before norm and rope
 

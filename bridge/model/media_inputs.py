@@ -10,7 +10,7 @@ from torch import Tensor
 class StoredFeatures:
     """Features of the media that this rank encodes, as far as they are stored. Tensors are on the CPU."""
 
-    keys: Sequence[str]  # of each medium; "": never stored
+    keys: Sequence[str]  # one per medium; "": never stored
     is_read: Tensor  # [media] bool
     values: Tensor  # [levels, features, bytes of a feature] uint8: of those that are read, in order
 
@@ -33,4 +33,4 @@ class MediaInputs:
     local_length: int
     # [levels, features, output_size] on the device: of this rank's media, from an earlier pass; None: to be computed
     features: Tensor | None = None
-    stored: StoredFeatures | None = None  # for the encoder with `store`
+    stored: StoredFeatures | None = None  # read by an encoder that has `store`

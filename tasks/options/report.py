@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-MAX_RUNS = 6  # in a comparison, as many as there are colours
+MAX_RUNS = 6  # most runs of a comparison: each has a colour
 
 
 @dataclass

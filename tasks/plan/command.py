@@ -29,7 +29,7 @@ GPUS = {
     "b200": ("NVIDIA B200", 178.3),
     "l40s": ("NVIDIA L40S", 44.4),
 }
-OUTSIDE = 2 * GIB  # of a GPU's memory: CUDA's context and NCCL's buffers, which PyTorch does not count
+OUTSIDE = 2 * GIB  # CUDA's context and NCCL's buffers on a GPU, which PyTorch does not count
 HEADINGS = ("layout", "micro batch", "recompute", "AdamW on", *Memory._fields, "GiB", "s/step", "tokens/s/GPU")
 
 

@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from .gpu_layout import GpuLayout
 from .parameters import ModelParameters, Parameters
 
-BYTES = 2  # of a bf16 value
+BYTES = 2  # size of a bf16 value
 GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12  # an fp32 master and two moments
 # What PyTorch reserves beyond tensors that live at the peak: fragments, workspaces, buckets of gradients.
@@ -38,7 +38,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, as far as memory and time depend on it."""
+    """Model, batch and tuner of a run, as far as memory and time depend on them."""
 
     config: TransformerConfig
     parameters: ModelParameters

@@ -29,7 +29,7 @@ from ...bridge.mapping.param_mapping import (
 class Parameters:
     """Numbers of parameters."""
 
-    split: int = 0  # by tensor parallelism
+    split: int = 0  # divided by tensor parallelism
     replicated: int = 0
     expert: int = 0  # split by expert parallelism
 

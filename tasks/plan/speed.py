@@ -13,10 +13,10 @@ from .memory import BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, Workload
 # Share of the peak that products reach: BEST for large matrices, less for a hidden size or expert width near SMALL.
 BEST, SMALL, SMALL_EXPERT = 0.615, 680.0, 650.0
 ATTENTION = 0.55  # share of the peak of attention's kernels, forward and backward
-DISPATCH = 0.95  # of experts' products: the rest of an expert layer's time is routing and permutation
+DISPATCH = 0.95  # share of an expert layer's time in products; the rest is routing and permutation
 # Bytes a second of a GPU: all-gathers and reduce-scatters, all-to-alls with their waits, and links between nodes.
 NVLINK, NVLINK_ALL_TO_ALL, NETWORK = 160e9, 90e9, 40e9
-MEMORY_BANDWIDTH = 3.3e12  # of an H200's optimizer step
+MEMORY_BANDWIDTH = 3.3e12  # bytes a second that the optimizer's step reaches on an H200
 HOST_PARAMETERS = 3.0e9  # parameters a second of a node's host per 32 cores, optimizer_cpu_offload
 OVERLAP = 0.7  # share of the gradients' exchange that is hidden behind the backward pass
 LORA_OVERHEAD = 1.3  # adapters add small products
@@ -35,7 +35,7 @@ def seconds_per_step(work: Workload, layout: GpuLayout, machine: Machine) -> flo
     micro_batches = layout.micro_batches(work.global_batch)
     compute = _compute_seconds(work, layout, machine)
     exchange = _tensor_seconds(work, layout) + _expert_seconds(work, layout) + _context_seconds(work, layout)
-    stages = micro_batches + layout.pipeline - 1  # with the idle time of the first and last micro batches
+    stages = micro_batches + layout.pipeline - 1  # idle time at the first and last micro batches included
     return stages * (compute + exchange) + _update_seconds(work, layout, machine)
 
 

@@ -56,5 +56,5 @@ def write_report(folder: Path, note: Callable[[str], None]) -> None:
     try:
         write_page([folder], folder / REPORT)
         note(f"Report: {folder / REPORT}")
-    except Exception as error:  # of any kind: a page must not end a run
+    except Exception as error:  # whatever is wrong with a page, the run goes on
         note(color_label(f"warning: {REPORT} could not be written: {error!r}", sys.stdout))

@@ -20,7 +20,7 @@ class LogRows:
     saves: dict[int, JsonObject] = field(default_factory=dict)
     summary: JsonObject | None = None  # the last row of a run that has ended
     unreadable: int = 0  # lines that are no rows
-    _kinds: dict[tuple[str, ...], dict[int, JsonObject]] = field(default_factory=dict)  # by the names of a row
+    _kinds: dict[tuple[str, ...], dict[int, JsonObject]] = field(default_factory=dict)  # keyed by the names of a row
 
     @classmethod
     def read(cls, file: Path) -> "LogRows":

@@ -9,12 +9,12 @@ from ...templates.json_types import JsonObject
 
 COMPLETIONS = "completions.jsonl"  # --log_completions
 INFER_RESULT = "infer_result"  # folder of a run with the replies of its checkpoints
-MAX_COMPLETIONS = 2000  # in a page
-MAX_CHARACTERS = 4_000_000  # of completions in a page
-RECURRENCES = 20  # of a prompt
+MAX_COMPLETIONS = 2000  # most completions of a page
+MAX_CHARACTERS = 4_000_000  # most characters of a page's completions
+RECURRENCES = 20  # most generations shown of one prompt
 MAX_TEXT = 6000  # characters of a prompt or a completion; longer ones are shortened in the middle
-BLOCKS, BLOCK_BYTES = 64, 2**18  # of a file that is too large to be read whole
-MAX_REPLIES = 100  # of one checkpoint
+BLOCKS, BLOCK_BYTES = 64, 2**18  # parts read of a file that is too large to be read whole
+MAX_REPLIES = 100  # most replies of one checkpoint
 
 
 def completions_of(folder: Path) -> JsonObject:

@@ -33,7 +33,7 @@ class Request:
     transformers engine, and with vLLM as far as its kernels are deterministic.
     """
 
-    tokens: list[int]  # with one placeholder for each image
+    tokens: list[int]  # one placeholder stands for each image
     seed: int
     max_new_tokens: int | None = None  # limit below Sampling.max_new_tokens
     images: Sequence[RequestImage] = ()  # in the order of their placeholders

@@ -31,7 +31,7 @@ def request_bodies(requests: Iterable[Request]) -> list[JsonObject]:
     """Divide requests, in order, into bodies {requests, images} of at most IMAGE_BYTES of images each."""
     encoded: dict[RequestImage, JsonObject] = {}
     bodies: list[JsonObject] = []
-    numbers: dict[RequestImage, int] = {}  # of the last body
+    numbers: dict[RequestImage, int] = {}  # places of the images in the last body
     size = 0
     for request in requests:
         for image in request.images:

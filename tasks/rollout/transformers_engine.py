@@ -47,7 +47,7 @@ class TransformersEngine:
         if missing := self.replica.missing(for_images=has_images):
             raise RuntimeError(f"{len(missing)} weights of the engine have not arrived yet, such as {missing[0]}")
         lengths = [request.prompt_length or len(request.tokens) for request in requests]
-        order = sorted(range(len(requests)), key=lengths.__getitem__)  # for little padding
+        order = sorted(range(len(requests)), key=lengths.__getitem__)  # neighbours need little padding
         completions: dict[int, Completion] = {}
         for first in range(0, len(order), self.batch_size):
             if is_cancelled and is_cancelled():

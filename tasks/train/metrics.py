@@ -42,7 +42,7 @@ class VisionSums:
 
     media: float = 0.0
     visual_tokens: float = 0.0
-    slowest_flops: float = 0.0  # in each micro batch, of the rank with the most
+    slowest_flops: float = 0.0  # sum over micro batches of the rank with the most
     mean_flops: float = 0.0
     cached: float = 0.0  # media whose features are read from the cache
     cached_flops: float = 0.0

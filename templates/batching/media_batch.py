@@ -11,7 +11,7 @@ from .tensor_dataclass import TensorDataclass
 class CachedFeatures(TensorDataclass):
     """Features of the media that this rank encodes, as far as the cache has them (--precompute_features)."""
 
-    keys: list[str]  # of each medium, under which its features are cached; "" for one that is broken
+    keys: list[str]  # one per medium: its features' key in the cache; "" for one that is broken
     is_read: Tensor  # [media] bool
     values: Tensor  # [levels, features, bytes of a feature] uint8: of those that are read, in order
 

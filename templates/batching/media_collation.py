@@ -67,7 +67,7 @@ class MicroBatchMedia:
         self.broken_media = 0
         self._patches: dict[MediaKind, list[np.ndarray]] = {"image": [], "video": []}
         self._keys: list[str] = []
-        self._features: list[np.ndarray | None] = []  # of each medium that this rank encodes; None: not in the cache
+        self._features: list[np.ndarray | None] = []  # one per medium that this rank encodes; None: not in the cache
         for (sample, medium), encoder in zip(self.media, self.encoders.tolist(), strict=True):
             self._read(sample, medium, is_encoded=encoder == rank)
 

@@ -88,7 +88,7 @@ class VisionProcessor:
         self._tokenizer = tokenizer
         self._timestamps: dict[str, list[int]] = {}
         self.chat_template = _chat_template(folder)
-        self.feature_files: FeatureFiles | None = None  # of the run's tower, with --precompute_features
+        self.feature_files: FeatureFiles | None = None  # cached features of the run's tower (--precompute_features)
 
     @classmethod
     def open(cls, folder: Path, tokenizer: Tokenizer, options: MediaOptions) -> "VisionProcessor | None":

@@ -95,7 +95,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 # What a family names as a rule; a few name more of the others.
 DENSE = ("TP2", "TP2 SP", "PP2", "CP2")
-RECOMPUTE = ("TP2 SP recompute", "PP2 recompute parts")  # for families with layers of their own
+RECOMPUTE = ("TP2 SP recompute", "PP2 recompute parts")  # families with new layers take them too
 MOE = ("TP2 SP ETP2", "PP2", "EP2", "TP2 SP EP2", "CP2")  # megatron-core trains experts under TP with SP only
 
 Tensors = dict[str, Any]  # by name: torch tensors

@@ -25,7 +25,7 @@ def config(**changes):
 
 
 def predicting(config, noise):
-    """Of the layer that predicts further tokens."""
+    """Return the tensors of the layer that predicts further tokens."""
     return {"mtp.fc.weight": noise(48, 96)}
 
 

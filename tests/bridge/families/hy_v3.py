@@ -22,7 +22,7 @@ def config(**changes):
 
 
 def predicting(config, noise):
-    """Of the layer that predicts further tokens."""
+    """Return the tensors of the layer that predicts further tokens."""
     return {
         f"model.layers.{config.num_hidden_layers}.eh_proj.weight": noise(48, 96),
         f"model.layers.{config.num_hidden_layers}.final_layernorm.weight": noise(48, mean=1.0),

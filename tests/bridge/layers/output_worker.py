@@ -48,7 +48,7 @@ class Sides:
         group: Any,
         caps: tuple[float | None, float | None] = (None, None),
     ):
-        self.caps = caps  # of the student's and the teacher's logits
+        self.caps = caps  # the student's and the teacher's, on logits
         self.vocab_size, self.rank, world = vocab_size, dist.get_rank(group), dist.get_world_size(group)
         self.hidden = random(SEQUENCE, BATCH, SIZE, seed=1).requires_grad_()
         self.weight = random(PADDED, SIZE, seed=2)

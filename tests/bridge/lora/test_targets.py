@@ -17,8 +17,6 @@ from tests.bridge.families import tinies
 # transformers has linear layers for them; all-linear is without routers, and a gate of a single row is too low a rank.
 WITHOUT = re.compile(r".+\.(shared_expert_gate|router)")
 PLAIN = LoraSettings(4, 8.0, None, "none", None, False, False, ("all-linear",), None, ())
-# In checkpoints its shared experts have another name than in transformers.
-RENAMED = {"hy_v3": (".shared_mlp.", ".shared_experts.")}
 FAMILIES = sorted(name for name, tiny in tinies().items() if " " not in name and not (tiny.files or tiny.raw))
 
 
@@ -52,8 +50,7 @@ def test_all_linear_is_every_linear_layer(family):
         if isinstance(module, torch.nn.Linear) and name != "lm_head" and not WITHOUT.fullmatch(name)
     }
     found = plan(family)
-    names = {name.replace(*RENAMED.get(family, ("", ""))) for name in found.modules}
-    assert {name for name in names if ".experts." not in name} == linear
+    assert {name for name in found.modules if ".experts." not in name} == linear
     experts = {name for name, _ in transformers_model(family).named_parameters() if ".experts." in name}
     assert bool(experts) == (found.has_experts or bool(found.skipped_modules))
 

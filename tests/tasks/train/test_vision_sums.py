@@ -1,4 +1,4 @@
-"""What the log says of encoding, from micro batches whose costs are known."""
+"""Log values of encoding, from micro batches with chosen costs."""
 
 from types import SimpleNamespace
 

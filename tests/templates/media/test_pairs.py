@@ -151,7 +151,7 @@ def texts_of(made: Any, store: Any) -> list[str]:
 
 
 def test_published_prompts(checkpoint, images, tmp_path: Path) -> None:
-    """Of Qwen3-VL-Embedding and Qwen3-VL-Reranker; Qwen2.5-VL has those of texts."""
+    """Prompts of Qwen3-VL-Embedding and Qwen3-VL-Reranker; Qwen2.5-VL has those of texts."""
     shape = "<|vision_start|>I<|vision_end|>"
     row = {"query": "<image>q", "system": "Find it", "images": images[:1], "positive": "p", "negative": "<image>",
            "negative_images": [images[1:2]]}  # fmt: skip

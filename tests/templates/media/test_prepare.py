@@ -172,7 +172,7 @@ def test_a_model_without_a_tower(make_tokenizer, images, tmp_path: Path) -> None
 
 
 def test_prompts_with_images(made, images, tmp_path: Path) -> None:
-    """What rewards get has tags and names; what the answer shows is not in the prompt."""
+    """Rewards get tags and names of images. Images of the answer are not in the prompt."""
     messages = [user("<image>what?"), ANSWER, user("and <image>"), {"role": "assistant", "content": "<image> a"}]
     rows = [
         {"messages": messages, "images": images[:3], "solution": 7},
