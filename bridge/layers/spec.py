@@ -112,7 +112,8 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
     fc1, fc2 = (_with_bias(linear, architecture.mlp_bias) for linear in (norm_column, row))
     q_norm, k_norm = _head_norms(config, norm)
     bias_dropout_add = get_bias_dropout_add
-    if architecture.post_norms or architecture.residual_scale != 1.0:
+    is_scaled_or_normed = architecture.post_norms or architecture.residual_scale != 1.0
+    if is_scaled_or_normed or not (config.hidden_dropout or config.bias_dropout_fusion):
         bias_dropout_add = ModuleSpec(
             module=ResidualAdd,
             params={
