@@ -5,13 +5,14 @@ from pathlib import Path
 
 from ..bridge.option_groups import flag_value, flag_values
 from ..tasks.options import GrpoOptions, SftOptions
+from ..tasks.plan.run_plan import Gpu, check_fits, memory_line
 from ..tasks.run.args_json import SECRET
 from ..tasks.run.planning import DataPlan, ProcessLayout, plan_data
 from ..tasks.run.resume import requested_checkpoint
 from ..templates.plural import plural
 from .checks.common import check_writable
 from .flags import flags_of, show
-from .launch import shown_command, torchrun_command
+from .launch import gpu_model, shown_command, torchrun_command
 from .training_launch import TrainingLaunch
 
 
@@ -29,6 +30,7 @@ def report(
     """
     check_writable(options)
     _check_weights(options)
+    _check_fits(options, layout, launch)
     data = plan_data(options, layout)
     notes = [*_check_rewards(options, data), *_hub_adapter_notes(options)]
     _check_vocabularies(options, data)
@@ -49,12 +51,20 @@ def report(
         f"{plural(training.global_batch_size // samples_per_pass, 'micro batch')}",
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
+        f"  memory            {memory_line(options, layout.world)}",
         f"  command           {shown_command(command, launch.settings)}",
         *_server_lines(launch),
         "",
         "Dry run: nothing was trained.",
     ]
     return "\n".join(lines)
+
+
+def _check_fits(options: SftOptions, layout: ProcessLayout, launch: TrainingLaunch) -> None:
+    if options.training.plan == "off" or not launch.placement.training:
+        return
+    if model := gpu_model(launch.placement.training[0]):
+        check_fits(options, layout.world, Gpu(*model, launch.processes.per_node))
 
 
 def _server_lines(launch: TrainingLaunch) -> list[str]:

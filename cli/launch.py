@@ -30,6 +30,7 @@ from .flags import UsageError, show
 HIDDEN = "MEGASWIFT_HIDDEN_WORDS"  # command-line words with tokens or keys, as JSON
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # variables that torchrun sets
 MAX_PER_NODE = 1024
+DRIVER_SHARE = 0.01  # share of a GPU's memory that its driver keeps: 0.4 to 0.7 % of an H200 and an H100
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,17 @@ def visible_gpu_names() -> list[str]:
         return [str(index) for index in range(installed)]
     names = [name.strip() for name in visible.split(",")]
     return [name for name in names if not name.isdigit() or int(name) < installed]  # not digits: MIG slices, UUIDs
+
+
+def gpu_model(gpu: str) -> tuple[str, float] | None:
+    """Return the model of a visible GPU and the bytes that a process sees, without CUDA; None if they are unknown."""
+    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        name, mebibytes = listing.stdout.splitlines()[0].rsplit(",", 1)
+        return name.strip(), int(mebibytes) * 2**20 * (1 - DRIVER_SHARE)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
 
 
 def unseen_gpus(gpus: int) -> list[str]:

@@ -33,6 +33,10 @@ class TrainingOptions:
     manual_gc: Annotated[bool, "Run Python's garbage collector at the same steps on all ranks."] = False
     manual_gc_steps: Annotated[int, "Steps between garbage collections; 0: never.", "[0, inf)"] = 0
     manual_gc_eval: Annotated[bool, "Also collect garbage before and after an evaluation."] = True
+    plan: Annotated[
+        Literal["check", "off"],
+        "On GPUs: refuse a run that cannot fit, before the weights are read (check), or start it in any case (off).",
+    ] = "check"
     dry_run: Annotated[bool, "Check options, model and data, print the plan, and do not train."] = False
     use_ray: Annotated[
         bool,

@@ -1,25 +1,16 @@
 """`megatron plan`: a table of the layouts that fit, the fastest first, and the command of the best."""
 
-import torch
-
-from ...bridge import runtime
 from ...bridge.checkpoint.hub import model_folder, read_config
 from ...bridge.checkpoint.pretrained import load_config
-from ...bridge.families import family_of
-from ...bridge.lora.adapter_mapping import DEFAULT_DROPOUT
-from ...bridge.mapping.param_mapping import HfConfig
-from ...bridge.model.config import transformer_config
-from ...bridge.model.kernel_selection import choose_kernels
-from ...bridge.options import BuildOptions
 from ...templates.plural import plural
 from ..observability.flops import peak_flops
 from ..options import PlanOptions
-from .memory import Memory, Workload
-from .parameters import count_parameters
+from ..system.memory import GIB
+from .memory import OUTSIDE, Memory, Workload
 from .search import Plan, Search, search, smallest_cluster
 from .speed import Machine
+from .workload import make_workload
 
-GIB = 2**30
 # Names as torch has them, and GiB that a process sees.
 GPUS = {
     "h100": ("NVIDIA H100", 79.1),
@@ -29,7 +20,6 @@ GPUS = {
     "b200": ("NVIDIA B200", 178.3),
     "l40s": ("NVIDIA L40S", 44.4),
 }
-OUTSIDE = 2 * GIB  # CUDA's context and NCCL's buffers on a GPU, which PyTorch does not count
 HEADINGS = ("layout", "micro batch", "recompute", "AdamW on", *Memory._fields, "GiB", "s/step", "tokens/s/GPU")
 
 
@@ -81,33 +71,6 @@ def _pins(options: PlanOptions) -> dict[str, object]:
         "offloads": options.optimizer_cpu_offload,
     }
     return {name: value for name, value in values.items() if value is not None}
-
-
-def make_workload(hf_config: HfConfig, transformers_config: object, options: PlanOptions) -> Workload:
-    """Return the model's sizes and the batch. Raises ValueError for a model that cannot be planned."""
-    runtime.enable()
-    architecture = family_of(hf_config).describe(hf_config)
-    build = BuildOptions()
-    config = transformer_config(
-        architecture, build, choose_kernels(build, architecture, torch.bfloat16), torch.bfloat16
-    )
-    try:
-        parameters = count_parameters(hf_config, transformers_config)
-    except ValueError as error:
-        raise ValueError(f"--model {options.model}: cannot be planned: {error}") from None
-    has_adapters, dropout = options.tuner_type == "lora", options.lora_dropout
-    if dropout is None:
-        dropout = 0.0 if config.num_moe_experts else DEFAULT_DROPOUT
-    return Workload(
-        config,
-        parameters,
-        architecture.vocab_size,
-        options.max_length,
-        options.document_length or options.max_length,
-        options.global_batch_size,
-        options.lora_rank if has_adapters else None,
-        dropout if has_adapters else 0.0,
-    )
 
 
 def table(work: Workload, plans: list[Plan]) -> str:

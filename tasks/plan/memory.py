@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 from megatron.core.transformer import TransformerConfig
 
+from ..system.memory import GIB
 from .gpu_layout import GpuLayout
 from .parameters import ModelParameters, Parameters
 
+OUTSIDE = 2 * GIB  # CUDA's context and NCCL's buffers on a GPU, which PyTorch does not count
 BYTES = 2  # size of a bf16 value
 GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12  # an fp32 master and two moments
 # What PyTorch reserves beyond tensors that live at the peak: fragments, workspaces, buckets of gradients.
-RESERVE = 1.5 * 2**30
+RESERVE = 1.5 * GIB
 EXPERT_SKEW = 1.1  # tokens of the busiest rank of expert parallelism, relative to the mean
 DROPOUT_MASK_BYTES = 1
 

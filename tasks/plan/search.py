@@ -63,7 +63,7 @@ def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, obj
     config = work.config
     powers = [2**power for power in range(11) if 2**power <= gpus]
     values = {
-        "tensor": [n for n in powers if n <= machine.per_node and config.num_attention_heads % n == 0],
+        "tensor": [n for n in powers if n <= machine.per_node and _divides_matrices(work, n)],
         "pipeline": [n for n in range(1, gpus + 1) if gpus % n == 0 and config.num_layers % n == 0],
         "context": [n for n in powers if work.length % (2 * n) == 0],
         "expert": [n for n in powers if config.num_moe_experts and config.num_moe_experts % n == 0] or [1],
@@ -73,10 +73,21 @@ def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, obj
     for sizes in product(*values.values()):
         layout = GpuLayout(gpus, **dict(zip(values, sizes, strict=True)))
         model = layout.tensor * layout.pipeline * layout.context
-        if gpus % model or gpus % (layout.pipeline * layout.expert):
+        if gpus % model or gpus % (layout.pipeline * layout.expert) or work.length % (layout.tensor * layout.context):
             continue
         if work.global_batch % (layout.micro_batch * layout.data) == 0:
             yield layout
+
+
+def _divides_matrices(work: Workload, tensor: int) -> bool:
+    """Return whether tensor parallelism of this size divides the attention's heads and the MLP."""
+    config = work.config
+    groups = config.num_query_groups or config.num_attention_heads
+    return (
+        config.num_attention_heads % tensor == 0
+        and max(groups, tensor) % min(groups, tensor) == 0
+        and (config.ffn_hidden_size or 0) % tensor == 0
+    )
 
 
 def _memory_choices(layout: GpuLayout, pins: Mapping[str, object]) -> Iterator[GpuLayout]:

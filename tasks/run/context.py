@@ -40,6 +40,7 @@ from ..distributed.collectives import (
     run_on_all_ranks,
 )
 from ..options import SftOptions
+from ..plan.run_plan import Gpu, check_fits
 from ..system import console
 from .args_json import save_args
 from .head_config import configure_head
@@ -131,6 +132,8 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
         lines = preflight(Path(options.checkpoint.output_dir or ".").expanduser().absolute())
         if dist.get_rank() == 0:
             print(*lines, sep="\n", flush=True)
+    if options.training.plan != "off" and torch.cuda.is_available():
+        broadcast_from_rank0(lambda: _check_fits(options))
     model_folder = local_rank0_first(lambda: _model_folder(options))
     adapter_folder = local_rank0_first(lambda: hub.adapter_folder(options, options.adapters))
     if options.mcore_adapter:
@@ -172,6 +175,13 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
         vision,
         builds_tower,
     )
+
+
+def _check_fits(options: SftOptions) -> None:
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    world = dist.get_world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    check_fits(options, world, Gpu(device.name, device.total_memory, per_node))
 
 
 def _builds_tower(

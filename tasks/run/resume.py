@@ -43,7 +43,7 @@ from .run_dir import (
 NON_NUMERIC_GROUPS = (CheckpointOptions, ResumeOptions, LoggingOptions, ProfileOptions)
 IGNORED_CHANGES = {field.name for kind in NON_NUMERIC_GROUPS for field in fields(kind)} | {
     "hub_token", "ddp_timeout", "dataset_num_proc", "load_from_cache_file", "mcore_adapter", "adapters",
-    "rollout_num_gpus", "vllm_server_base_url",
+    "rollout_num_gpus", "vllm_server_base_url", "plan",
 }  # fmt: skip
 LESS_IS_BETTER = ("loss", "mse", "kl", "jsd", "rejected", "clipped_ratio")  # suffixes of metrics
 STARTED = "MEGASWIFT_STARTED"  # environment variable: id of the launch

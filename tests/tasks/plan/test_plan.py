@@ -1,22 +1,19 @@
 """Plans beside what runs took (docs/results.json), and parameters beside transformers' counts."""
 
 import json
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from megaswift.bridge.checkpoint.pretrained import empty_model, load_config
 from megaswift.tasks.options import PlanOptions
-from megaswift.tasks.plan.command import make_workload
 from megaswift.tasks.plan.gpu_layout import GpuLayout
 from megaswift.tasks.plan.memory import Workload, memory_of_rank, stage_layers
 from megaswift.tasks.plan.parameters import count_parameters
 from megaswift.tasks.plan.search import search
 from megaswift.tasks.plan.speed import Machine, seconds_per_step
+from megaswift.tasks.plan.workload import make_workload
 
-ROOT = Path(__file__).parents[3]
 H200 = Machine(989e12)
 DOCUMENT = 1000  # mean tokens of the benchmark's documents
 LORA = {"tuner_type": "lora"}
@@ -32,22 +29,6 @@ RUNS = {
     ("8b-mb1", "ours"): (GpuLayout(2, micro_batch=1), {}),
     ("8b-offload", "ours"): (GpuLayout(1, micro_batch=1, offloads=True), {}),
 }
-
-
-@pytest.fixture(scope="module")
-def rows():
-    sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-    try:
-        import rows
-    finally:
-        sys.path.pop(0)
-    return rows
-
-
-@pytest.fixture(scope="module")
-def measured():
-    results = json.loads((ROOT / "docs" / "results.json").read_text())
-    return {(run["row"], run["system"]): run for run in results if not run["flags"]}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,201 @@
+"""Memory plan of a training run by its options: whether it can fit on its GPUs, and the nearest layout that fits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from ...bridge.checkpoint.hub import read_config, source_folder
+from ...bridge.checkpoint.pretrained import load_config
+from ...bridge.option_groups import flag_value
+from ...bridge.options import KernelOptions, MoEOptions, RecomputeOptions
+from ..observability.flops import peak_flops
+from ..options import CausalLmOptions, PlanOptions, PtOptions, SftOptions
+from ..system.memory import GIB
+from .gpu_layout import GpuLayout
+from .memory import OUTSIDE, Memory, Workload, memory_of_rank
+from .search import search, smallest_cluster
+from .speed import Machine
+from .workload import make_workload
+
+# Flags of the builder that change neither the number nor the size of weights, gradients and the optimizer's state, but
+# as `GpuLayout` says.
+LAYOUT_FLAGS = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "sequence_parallel",
+)  # fmt: skip
+NEUTRAL_FLAGS = (
+    "ddp_backend", "ddp_timeout", "preflight", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm",
+    "batch_p2p_comm", "cp_comm_type", "mtp_loss_scaling_factor", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    "moe_router_load_balancing_type",
+)  # fmt: skip
+ACTIVATION_FLAGS = tuple(
+    field.name for group in (RecomputeOptions, MoEOptions, KernelOptions) for field in fields(group)
+)
+ADAPTER_FLAGS = "lora_rank", "lora_alpha", "lora_dropout", "use_rslora"
+OPTIMIZER_FLAGS = "optimizer_offload_fraction", "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"
+MEASURED_MODELS = "qwen3", "qwen3_moe"  # rows of docs/plan.md
+MEASURED_GPUS = 2
+# Planned memory without its reserve was at most 1.05 times what runs reserved.
+MARGIN = 1.1
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """GPU of a run."""
+
+    name: str  # as torch has it
+    memory: float  # bytes that a process sees
+    per_node: int
+
+    @property
+    def machine(self) -> Machine | None:
+        """Speed of the GPU; None if it is not known."""
+        peak = peak_flops(self.name)
+        return Machine(peak, self.per_node) if peak else None
+
+
+class UnplannedRunError(ValueError):
+    """Run of which the memory is not planned. The text says why, after "not planned: "."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Model, batch and layout of a training run."""
+
+    work: Workload
+    layout: GpuLayout
+    is_measured: bool  # whether runs of this kind were measured, so that activations are known too
+
+    @property
+    def memory(self) -> Memory:
+        """Return the memory of the rank that needs most."""
+        return memory_of_rank(self.work, self.layout)
+
+    @property
+    def least_bytes(self) -> float:
+        """Return the bytes without which the run cannot train, however its memory is packed."""
+        memory = self.memory
+        states = memory.weights + memory.gradients + memory.optimizer
+        return max(states, (memory.total - memory.reserve) / MARGIN) if self.is_measured else states
+
+
+def plan_run(options: SftOptions, world: int) -> RunPlan:
+    """Return the plan of a run on `world` GPUs. Downloads at most the small files of its model.
+
+    Raises UnplannedRunError.
+    """
+    if unplanned := next(_unplanned_flags(options), None):
+        raise UnplannedRunError(unplanned)
+    folder = source_folder(options, options.mcore_model, weights=False)
+    hf_config = read_config(folder, mcore=bool(options.mcore_model))
+    if "vision_config" in hf_config or "quantization_config" in hf_config:
+        raise UnplannedRunError("a vision tower or quantized weights")
+    dtype = options.torch_dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    if dtype != "bfloat16":
+        raise UnplannedRunError(f"weights in {dtype}")
+    try:
+        work = make_workload(hf_config, load_config(folder), plan_options(options, world))
+    except ValueError as error:
+        raise UnplannedRunError(str(error)) from None
+    layout = layout_of(options, world)
+    return RunPlan(work, layout, _is_measured(options, layout, hf_config["model_type"]))
+
+
+def plan_options(options: SftOptions, world: int) -> PlanOptions:
+    """Return the options of `megatron plan` for the model, batch and tuner of a run."""
+    return PlanOptions(
+        options.model or options.mcore_model or "",
+        gpus=world,
+        max_length=(options.data.packing and options.data.packing_length) or options.data.max_length or 1,
+        global_batch_size=options.training.global_batch_size,
+        tuner_type="lora" if options.tuner.has_adapters else "full",
+        lora_rank=options.lora.lora_rank,
+        lora_dropout=options.lora.lora_dropout,
+    )
+
+
+def layout_of(options: SftOptions, world: int) -> GpuLayout:
+    """Return the layout of a run on `world` GPUs."""
+    build = options.build
+    return GpuLayout(
+        world,
+        build.tensor_model_parallel_size,
+        build.pipeline_model_parallel_size,
+        build.context_parallel_size,
+        build.expert_model_parallel_size,
+        options.training.micro_batch_size,
+        build.recompute_granularity == "full",
+        options.optimizer.optimizer_cpu_offload,
+    )
+
+
+def _unplanned_flags(options: SftOptions) -> Iterator[str]:
+    """Yield the flags that change the size of the weights' states in ways that are not planned."""
+    if type(options) not in (PtOptions, CausalLmOptions):
+        kind = "rlhf_type" if flag_value(options, "rlhf_type", None) else "task_type"
+        yield f"--{kind} {flag_value(options, kind, '')}"
+    if options.adapters or options.mcore_adapter:
+        yield "--adapters"
+    if options.optimizer.optimizer != "adam":
+        yield f"--optimizer {options.optimizer.optimizer}"
+    for group, planned in (
+        (options.build, (*LAYOUT_FLAGS, *NEUTRAL_FLAGS, *ACTIVATION_FLAGS)),
+        (options.tuner, ("tuner_type",)),
+        (options.lora, ADAPTER_FLAGS),
+    ):
+        yield from (f"--{name}" for name in _changed(group) if name not in planned)
+    yield from (f"--{name}" for name in _changed(options.optimizer) if name in OPTIMIZER_FLAGS)
+
+
+def _changed(group: object) -> Iterator[str]:
+    """Yield the names of a group's options that differ from the defaults."""
+    default = type(group)()
+    return (name for name, value in vars(group).items() if value != getattr(default, name))
+
+
+def _is_measured(options: SftOptions, layout: GpuLayout, model_type: str) -> bool:
+    """Return whether the plan of the activations is held against runs of this kind (docs/plan.md)."""
+    measured = (*NEUTRAL_FLAGS, "expert_model_parallel_size", "moe_permute_fusion")
+    return (
+        model_type in MEASURED_MODELS
+        and layout.gpus <= MEASURED_GPUS
+        and options.data.packing
+        and not options.token_loss.enable_dft_loss  # type: ignore[attr-defined]
+        and all(name in measured for name in _changed(options.build))
+    )
+
+
+def check_fits(options: SftOptions, world: int, gpu: Gpu) -> None:
+    """Raise ValueError, with the nearest layout that fits, if a run cannot fit on GPUs of this kind."""
+    if gpu.machine is None:
+        return
+    try:
+        plan = plan_run(options, world)
+    except UnplannedRunError:
+        return
+    if plan.least_bytes > gpu.memory:
+        model = f"--model {options.model}" if options.model else f"--mcore_model {options.mcore_model}"
+        raise ValueError(
+            f"{model}: training needs at least {plan.least_bytes / GIB:.1f} GiB of each GPU, which has "
+            f"{gpu.memory / GIB:.1f}. {_fix(plan, gpu.machine, gpu.memory - OUTSIDE)}. --plan off skips this check"
+        )
+
+
+def _fix(plan: RunPlan, machine: Machine, limit: float) -> str:
+    """Return the change of fewest flags after which a run fits into `limit` bytes."""
+    work, layout = plan.work, plan.layout
+    plans = search(work, layout.gpus, machine, limit, {}).plans
+    if not plans:
+        cluster = smallest_cluster(work, machine, limit, {})
+        return f"It fits on {cluster} GPUs" if cluster else "Set a shorter --max_length, or --tuner_type lora"
+    nearest = min(plans, key=lambda fit: (layout.changes(fit.layout).count("--"), fit.seconds))
+    return f"Set {layout.changes(nearest.layout)}, for {nearest.memory.total / GIB:.1f} GiB by the plan"
+
+
+def memory_line(options: SftOptions, world: int) -> str:
+    """Return the planned memory of each GPU as text."""
+    try:
+        memory = plan_run(options, world).memory
+    except UnplannedRunError as error:
+        return f"not planned: {error}"
+    parts = ", ".join(f"{name} {part / GIB:.1f}" for name, part in memory._asdict().items())
+    return f"{memory.total / GIB:.1f} GiB of each GPU by the plan: {parts}"

@@ -1,0 +1,25 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="session")
+def rows():
+    """Rows of the benchmark (scripts/bench/rows.py)."""
+    sys.path.insert(0, str(ROOT / "scripts" / "bench"))
+    try:
+        import rows
+    finally:
+        sys.path.pop(0)
+    return rows
+
+
+@pytest.fixture(scope="session")
+def measured():
+    """Runs of docs/results.json by row and system."""
+    results = json.loads((ROOT / "docs" / "results.json").read_text())
+    return {(run["row"], run["system"]): run for run in results if not run["flags"]}

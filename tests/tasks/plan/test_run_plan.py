@@ -1,0 +1,132 @@
+"""Plans of training runs: none that fitted is refused, and what is proposed instead fits."""
+
+import json
+import re
+import shlex
+from types import SimpleNamespace
+
+import pytest
+from megaswift.bridge.option_groups import with_flags
+from megaswift.cli.main import read_options
+from megaswift.tasks.plan.memory import OUTSIDE
+from megaswift.tasks.plan.run_plan import Gpu, UnplannedRunError, check_fits, memory_line, plan_run
+from megaswift.tasks.run import context
+
+GIB = 2**30
+H100 = Gpu("NVIDIA H100 80GB HBM3", 79.1 * GIB, 8)
+# Rows and systems of the benchmark that ran on H200s.
+RUNS = ["0.6b ours", "4b ours", "4b lora", "moe ours", "moe lora", "moe-ep2 ours", "8b ours", "8b-mb1 ours",
+        "8b-offload ours"]  # fmt: skip
+
+
+@pytest.fixture
+def command(rows, tmp_path):
+    """Return a function that makes the command line of a benchmark's row."""
+
+    def words(name: str, more: str = "") -> list[str]:
+        row = rows.ROWS[name]
+        (tmp_path / "config.json").write_text(json.dumps(row.config))
+        batch = f"--micro_batch_size {row.micro_batch} --global_batch_size {row.batch_on(2 if row.gpus is None else 1)}"
+        data = "--packing true --max_length 4096 --dataset x.jsonl --train_iters 1"
+        return ["sft", "--model", str(tmp_path), *f"{batch} {row.layout} {data} {more}".split()]
+
+    return words
+
+
+def options_of(words: list[str]):
+    return read_options("megatron", words)[0]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_is_refused_only_with_much_less_memory_than_it_took(run, rows, measured, command) -> None:
+    name, system = run.split()
+    result, row = measured[name, system], rows.ROWS[name]
+    options = options_of(command(name, rows.VARIANTS[system]))
+    world = row.gpus or 2
+    took = max(step["memory_gib"] for step in result["steps"]) * GIB
+    assert plan_run(options, world).is_measured
+    check_fits(options, world, Gpu("NVIDIA H200", 0.97 * took, 8))
+    with pytest.raises(ValueError, match=r"needs at least .* GiB of each GPU, which has "):
+        check_fits(options, world, Gpu("NVIDIA H200", 0.8 * took, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "more"),
+    [
+        ("8b", 2, ""),
+        ("8b", 1, ""),
+        ("8b", 1, "--tensor_model_parallel_size 1 --packing false"),
+        ("moe", 1, ""),
+        ("30b", 4, "--expert_model_parallel_size 4"),
+    ],
+)
+def test_the_proposed_flags_fit(name, world, more, command) -> None:
+    words = command(name, more)
+    with pytest.raises(ValueError, match="Set --") as error:
+        check_fits(options_of(words), world, H100)
+    proposal = shlex.split(re.findall(r"Set (--.*), for", str(error.value))[0])
+    options = options_of([*words, *proposal])
+    check_fits(options, world, H100)
+    assert plan_run(options, world).memory.total <= H100.memory - OUTSIDE
+
+
+def test_more_gpus_are_proposed_where_no_layout_fits(command) -> None:
+    options = options_of(command("30b", "--expert_model_parallel_size 1"))
+    with pytest.raises(ValueError, match=r"It fits on \d+ GPUs\. --plan off") as error:
+        check_fits(options, 1, Gpu("NVIDIA L40S", 44.4 * GIB, 8))
+    cluster = int(re.findall(r"on (\d+) GPUs", str(error.value))[0])
+    assert 61e9 / cluster < 44.4 * GIB  # its weights alone are 61 GB
+
+
+def test_an_unknown_gpu_is_no_reason_to_refuse(command) -> None:
+    check_fits(options_of(command("8b")), 1, Gpu("NVIDIA GeForce GTX 1080", 8 * GIB, 1))
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("--fp8_format hybrid", "--fp8_format"),
+        ("--exp_avg_dtype bf16", "--exp_avg_dtype"),
+        ("--accumulate_allreduce_grads_in_fp32 false", "--accumulate_allreduce_grads_in_fp32"),
+        ("--optimizer sgd", "--optimizer sgd"),
+        ("--tuner_type lora --target_modules q_proj", "--target_modules"),
+        ("--tuner_type lora --adapters a", "--adapters"),
+        ("--freeze_parameters_ratio 0.5", "--freeze_parameters_ratio"),
+        ("--virtual_pipeline_model_parallel_size 2", "--virtual_pipeline_model_parallel_size"),
+        ("--torch_dtype float32", "weights in float32"),
+        ("--task_type seq_cls --num_labels 2", "--task_type seq_cls"),
+    ],
+)
+def test_what_is_not_planned_is_not_refused(more, reason, command) -> None:
+    options = options_of(command("8b", more))
+    assert memory_line(options, 1) == f"not planned: {reason}"
+    with pytest.raises(UnplannedRunError, match=reason):
+        plan_run(options, 1)
+    check_fits(options, 1, H100)
+
+
+RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+OTHERS = RECOMPUTE, "--packing false", "--moe_expert_capacity_factor 1", "--enable_dft_loss true"
+
+
+@pytest.mark.parametrize("more", OTHERS)
+def test_beyond_measured_runs_only_states_count(more, command) -> None:
+    plan = plan_run(options_of(command("moe", more)), 1)
+    assert not plan.is_measured
+    assert plan.least_bytes == pytest.approx(18 * plan.work.parameters.total)
+
+
+def test_a_vision_tower_is_not_planned(command) -> None:
+    assert memory_line(options_of(command("vl-4b")), 1) == "not planned: a vision tower or quantized weights"
+
+
+def test_the_first_rank_compares_with_its_own_gpu(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name=H100.name, total_memory=int(H100.memory))
+    monkeypatch.setattr(context.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(context.torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(context.dist, "get_world_size", lambda: 1)
+    options = options_of(command("8b"))
+    with pytest.raises(ValueError, match=r"which has 79\.1\. Set --"):
+        context._check_fits(options)
+    monkeypatch.setattr(context.dist, "get_world_size", lambda: 4)
+    context._check_fits(with_flags(options, micro_batch_size=1))
