@@ -216,6 +216,11 @@ def _run_training(command: Command, options: Options, sources: Sources, notes: l
         console.start_copy(shown_command(argv, {}))
     launch = TrainingLaunch.of(options)
     notes += unseen_gpus(launch.gpus)
+    if options.training.plan == "auto":
+        from .auto_plan import plan_layout
+
+        options, words, plan_notes = plan_layout(options, sources, launch)
+        argv, notes = [*argv, *words], [*notes, *plan_notes]
     layout = ProcessLayout.of(options.build, launch.processes.world)
     before = flag_values(options)
     notes += check_training(options, layout, launch.gpus, launch.processes.per_node, sources)

@@ -25,7 +25,7 @@ ORDER = {
     "tasks": "options system prepare losses distributed multi_turn turns rewards observability plan run report train "
     "reference convert rollout supervised preference rl distillation infer_metrics infer_media infer_data infer",
     "cli": "flags commands foreign_flags accepted_flags unsupported_flags legacy_flags parse saved_args checks "
-    "flags_doc doctor launch guard rollout_servers supervisor ray_launcher training_launch torchrun dialects "
+    "flags_doc doctor launch guard rollout_servers supervisor ray_launcher training_launch auto_plan torchrun dialects "
     "dialects_doc dry_run main",
 }
 COMMANDS = {"bridge.families.__main__"}  # run by `python -m`, imported by nothing

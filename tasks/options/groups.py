@@ -34,8 +34,9 @@ class TrainingOptions:
     manual_gc_steps: Annotated[int, "Steps between garbage collections; 0: never.", "[0, inf)"] = 0
     manual_gc_eval: Annotated[bool, "Also collect garbage before and after an evaluation."] = True
     plan: Annotated[
-        Literal["check", "off"],
-        "On GPUs: refuse a run that cannot fit, before the weights are read (check), or start it in any case (off).",
+        Literal["check", "auto", "off"],
+        "On GPUs: refuse a run that cannot fit, before the weights are read (check), or start it in any case (off); "
+        "auto: take the fastest layout that fits, within the flags that are set (docs/plan.md).",
     ] = "check"
     dry_run: Annotated[bool, "Check options, model and data, print the plan, and do not train."] = False
     use_ray: Annotated[

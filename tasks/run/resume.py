@@ -79,6 +79,15 @@ def requested_checkpoint(options: SftOptions) -> str | None:
     return options.mcore_model or options.model
 
 
+def newest_checkpoint(options: SftOptions) -> Path | None:
+    """Return the checkpoint that a run resumes from if it is whole; None if there is none."""
+    requested = requested_checkpoint(options)
+    if requested not in ("auto", "latest"):
+        return Path(requested).expanduser() if requested else None
+    output = Path(options.checkpoint.output_dir or default_output_dir(options.mcore_model or options.model))
+    return next(newest_first(run_dirs(output.expanduser())), None)
+
+
 def open_run_dir(options: SftOptions, verify: Verify = verify_checkpoint) -> tuple[Path, Resumed | None]:
     """Return the locked run folder, and the checkpoint to resume from. One process of a run calls this.
 

@@ -1,0 +1,116 @@
+"""`--plan auto`: the fastest layout that fits by the plan, within what the flags or a checkpoint fix."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...bridge.option_groups import flag_value
+from ...templates.plural import plural
+from ..options import SftOptions
+from ..system.memory import GIB
+from .memory import OUTSIDE
+from .run_plan import Gpu, RunPlan, UnplannedRunError, plan_run
+from .search import Plan, Search, search, smallest_cluster
+
+# Fields of `GpuLayout` and the flags that fix them.
+FLAGS = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "micro_batch": "micro_batch_size",
+    "recomputes": "recompute_granularity",
+    "offloads": "optimizer_cpu_offload",
+}
+PLANNED_VALUES = {"recompute_method": (None, "uniform"), "recompute_num_layers": (None, 1), "cpu_offloading": (False,),
+                  "recompute_modules": (["core_attn"],)}  # fmt: skip
+FIX = "Set the layout's flags instead (`megatron plan` prints them)"
+
+
+@dataclass(frozen=True)
+class AutoLayout:
+    """Flags that `--plan auto` sets, and a note about them."""
+
+    flags: Mapping[str, int | str | bool]
+    note: str
+
+
+def auto_layout(
+    options: SftOptions, requested: Collection[str], world: int, gpu: Gpu, checkpoint: Path | None = None
+) -> AutoLayout:
+    """Return the best layout of a run, within the flags that are set.
+
+    requested: names of the flags that the user has set
+    checkpoint: one to resume from, whose layout is kept if it fits
+    Raises ValueError for a run that is not planned or does not fit.
+    """
+    plan = _planned(options, requested, world, gpu)
+    values = {flag: flag_value(options, flag) for flag in FLAGS.values() if flag in requested}
+    saved = _saved_layout(checkpoint) if checkpoint else {}
+    result, origin = _search(plan, gpu, saved | values), "as in the checkpoint" if saved else ""
+    if not result.best:
+        result, origin = _search(plan, gpu, values), ""
+    if not result.best:
+        raise ValueError(_misfit(plan, gpu, values, result))
+    flags = {name: value for name, value in result.best.layout.settings().items() if name not in requested}
+    return AutoLayout(flags, _note(plan, result.best, origin))
+
+
+def _planned(options: SftOptions, requested: Collection[str], world: int, gpu: Gpu) -> RunPlan:
+    """Return the plan of the run's model and batch. Raises ValueError for flags that no plan has."""
+    if gpu.machine is None:
+        raise ValueError(f"--plan auto: the speed of {gpu.name} is not known. {FIX}")
+    for name, values in PLANNED_VALUES.items():
+        if flag_value(options, name) not in values:
+            raise ValueError(f"--plan auto cannot be used with --{name}, which is not planned. Remove one of them")
+    if "sequence_parallel" in requested and not options.build.sequence_parallel:
+        raise ValueError("--plan auto cannot be used with --sequence_parallel false. Remove one of them")
+    if not (options.data.max_length or (options.data.packing and options.data.packing_length)):
+        raise ValueError("--plan auto needs the longest sample. Set --max_length")
+    try:
+        return plan_run(options, world)
+    except UnplannedRunError as error:
+        raise ValueError(f"--plan auto: not planned: {error}. {FIX}") from None
+
+
+def _saved_layout(checkpoint: Path) -> dict[str, Any]:
+    """Return the flags of the layout of a checkpoint's run; empty if they cannot be read."""
+    try:
+        saved = json.loads((checkpoint / "args.json").read_text(encoding="utf-8"))["options"]
+        return {flag: saved[flag]["value"] for flag in FLAGS.values()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _search(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any]) -> Search:
+    pins = {field: values[flag] for field, flag in FLAGS.items() if flag in values}
+    if "recomputes" in pins:
+        pins["recomputes"] = pins["recomputes"] == "full"
+    assert gpu.machine is not None
+    return search(plan.work, plan.layout.gpus, gpu.machine, gpu.memory - OUTSIDE, pins)
+
+
+def _note(plan: RunPlan, best: Plan, origin: str) -> str:
+    memory, speed = best.memory.total / GIB, best.tokens_per_second(plan.work)
+    about = ", ".join(filter(None, (str(best.layout), origin, f"{memory:.1f} GiB of each GPU")))
+    return f"--plan auto: {about} and {speed:,.0f} tokens/s/GPU by the plan: {best.layout.flags()}."
+
+
+def _misfit(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any], result: Search) -> str:
+    """Return the error message where no layout fits."""
+    assert gpu.machine is not None
+    fixed = " ".join(f"--{name} {str(value).lower()}" for name, value in values.items())
+    where = f"{plural(plan.layout.gpus, 'GPU')} of {gpu.memory / GIB:.1f} GiB" + (f" with {fixed}" if fixed else "")
+    if result.smallest is None:
+        return (
+            f"--plan auto: no layout of {where} divides --global_batch_size {plan.work.global_batch}, the lengths, and "
+            "the model's heads, layers and experts. Change one of them"
+        )
+    need = (result.smallest.memory.total + OUTSIDE) / GIB
+    cluster = None if fixed else smallest_cluster(plan.work, gpu.machine, gpu.memory - OUTSIDE, {})
+    fix = "Remove flags of the layout" if fixed else "Set a shorter --max_length, or --tuner_type lora"
+    if cluster:
+        fix = f"It fits on {cluster} GPUs"
+    return f"--plan auto: no layout fits on {where}. The least memory is {need:.1f} GiB of each GPU. {fix}"

@@ -1,0 +1,146 @@
+"""`--plan auto` on a machine with GPUs, of which nvidia-smi is a stand-in here."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from megaswift.cli.auto_plan import plan_layout
+from megaswift.cli.main import main, read_options
+from megaswift.cli.training_launch import TrainingLaunch
+from megaswift.tasks.run.args_json import save_args
+
+from tests.cli.conftest import DENSE, write_model, write_tokenizer
+
+# 1.6 billion parameters
+CONFIG = DENSE | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 16,
+                  "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}  # fmt: skip
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that puts four GPUs of a name and MiB into the machine."""
+
+    def install(name: str = "NVIDIA H100 80GB HBM3", memory: int = 81559) -> None:
+        program = tmp_path / "bin" / "nvidia-smi"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && exec printf "GPU 0\\nGPU 1\\nGPU 2\\nGPU 3\\n"\n'
+                           f'[ "$1" = --id=0 ] && echo "{name}, {memory}"\n')  # fmt: skip
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return install
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows) -> list[str]:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("MODELSCOPE_CACHE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    folder = write_model(tmp_path / "model", CONFIG)
+    write_tokenizer(folder)
+    return (
+        f"sft --model {folder} --dataset {rows} --max_length 4096 --packing true --train_iters 1 --plan auto "
+        f"--output_dir {tmp_path}/out"
+    ).split()
+
+
+def dry(capsys, words: list[str], more: str = "") -> tuple[int, str]:
+    code = main("megatron", [*words, *more.split(), "--dry_run", "true"])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def command_of(printed: str) -> list[str]:
+    """Return the flags in the dry run's command."""
+    line = next(line for line in printed.splitlines() if line.startswith("  command "))
+    return shlex.split(line[line.index("megatron sft") :])[1:]
+
+
+def test_the_layout_goes_into_the_command_and_is_not_planned_again(gpus, words, capsys) -> None:
+    gpus()
+    code, printed = dry(capsys, words)
+    assert code == 0, printed
+    assert "note: --plan auto: DP4, " in printed  # the model fits on each GPU
+    command = command_of(printed)
+    options, sources, _ = read_options("megatron", command)
+    assert options.training.plan == "auto"
+    assert options.training.micro_batch_size * 4 <= 16
+    assert f"micro_batch_size                            {options.training.micro_batch_size}   (--plan auto)" in printed
+    assert "NPROC" not in printed
+    launch = TrainingLaunch.of(options)
+    assert plan_layout(options, sources, launch) == (options, [], [])
+
+
+def test_flags_that_are_set_stay(gpus, words, capsys) -> None:
+    gpus()
+    code, printed = dry(capsys, words, "--tensor_model_parallel_size 4 --micro_batch_size 2")
+    assert code == 0, printed
+    assert "note: --plan auto: TP4, " in printed
+    options, _, _ = read_options("megatron", command_of(printed))
+    assert (options.build.tensor_model_parallel_size, options.training.micro_batch_size) == (4, 2)
+    assert options.build.sequence_parallel
+
+
+def test_less_memory_needs_another_layout(gpus, words, capsys) -> None:
+    gpus(memory=24_000)
+    code, printed = dry(capsys, words)
+    assert code == 0, printed
+    memory = next(line.split() for line in printed.splitlines() if line.startswith("  memory "))
+    assert float(memory[1]) < 24_000 / 1024
+    gpus(memory=4_000)
+    assert "error: --plan auto: no layout fits on 4 GPUs of 3.9 GiB. The least memory is" in dry(capsys, words)[1]
+
+
+def test_a_resumed_run_has_the_layout_of_its_checkpoint(gpus, words, capsys, tmp_path) -> None:
+    gpus()
+    checkpoint = tmp_path / "out" / "v0-20260101-000000" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    options, _, _ = read_options("megatron", [*words, "--tensor_model_parallel_size", "2"])
+    save_args(checkpoint / "args.json", options, {})
+    (checkpoint / "trainer_state").mkdir()
+    resumes = "--resume_from_checkpoint auto"
+    assert "note: --plan auto: TP2 DP2, as in the checkpoint, " in dry(capsys, words, resumes)[1]
+    assert "note: --plan auto: DP4, " in dry(capsys, words)[1]
+    # A layout that the machine does not have is planned anew.
+    saved = json.loads((checkpoint / "args.json").read_text())
+    saved["options"]["tensor_model_parallel_size"]["value"] = 8
+    (checkpoint / "args.json").write_text(json.dumps(saved))
+    assert "note: --plan auto: DP4, " in dry(capsys, words, resumes)[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ("--fp8_format hybrid", "--plan auto: not planned: --fp8_format. Set the layout's flags instead"),
+        ("--expert_tensor_parallel_size 2", "--plan auto: not planned: --expert_tensor_parallel_size."),
+        ("--cpu_offloading true --cpu_offloading_num_layers 2", "--plan auto cannot be used with --cpu_offloading"),
+        ("--sequence_parallel false", "--plan auto cannot be used with --sequence_parallel false"),
+        ("--use_ray true", "--plan auto cannot be used with --use_ray true"),
+        (
+            "--global_batch_size 3 --micro_batch_size 2",
+            "with --micro_batch_size 2 divides --global_batch_size 3",
+        ),
+        ("--tensor_model_parallel_size 3", "of 78.9 GiB with --tensor_model_parallel_size 3 divides"),
+    ],
+)
+def test_refusals(more, error, gpus, words, capsys) -> None:
+    gpus()
+    code, printed = dry(capsys, words, more)
+    assert (code, error in printed) == (2, True), printed
+
+
+def test_gpus_that_are_not_known(gpus, words, capsys) -> None:
+    code, printed = dry(capsys, words)
+    assert (code, "error: --plan auto: no GPU is visible." in printed) == (2, True), printed
+    gpus("NVIDIA GeForce GTX 1080", 8192)
+    assert "--plan auto: the speed of NVIDIA GeForce GTX 1080 is not known." in dry(capsys, words)[1]
+
+
+def test_a_dry_run_refuses_what_the_run_would(gpus, words, capsys) -> None:
+    gpus(memory=9_000)
+    layout = [word for word in words if word not in ("--plan", "auto")]
+    code, printed = dry(capsys, layout)
+    assert (code, "needs at least" in printed) == (1, True), printed
+    assert dry(capsys, layout, "--plan off")[0] == 0
