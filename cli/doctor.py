@@ -1,6 +1,6 @@
-"""Report of installed packages and GPUs, with commands to install missing ones.
+"""Report of a machine: packages, with commands to install missing ones, the host, its disks and GPUs.
 
-    megatron doctor
+    megatron doctor                           # takes a few seconds: disks, and links between GPUs, are measured
     python scripts/check_megatron_env.py      # with any Python, also if nothing is installed
 
 It therefore imports nothing of the project. The exit code is 1 if a required package is missing, else 0.
@@ -15,7 +15,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTALL = f"{sys.executable} -m pip install -c {ROOT / 'constraints.txt'}"
@@ -74,7 +78,16 @@ OPTIONAL = {  # package: (purpose, how to install)
 }
 
 
-def main() -> int:
+GIB = 2**30
+MIN_SHARED_MEMORY = 1 * GIB  # of /dev/shm: containers have 64 MiB by default, which data loaders and NCCL exceed
+BLOCK, BLOCKS = 2**20, 512  # bytes of a write, and their number in the file that measures a disk
+DISK_SECONDS = 2.0  # longest measurement of writing
+
+
+def main(words: Sequence[str] = ()) -> int:
+    if words:
+        print((__doc__ or "").strip() if {*words} & {"-h", "--help"} else "error: doctor takes no flags. Remove them.")
+        return 0 if {*words} & {"-h", "--help"} else 2
     missing = 0
     print("Required")
     missing += _report_python()
@@ -85,6 +98,8 @@ def main() -> int:
     print("\nOptional")
     for name, (use, install) in OPTIONAL.items():
         _report_package(name, bounds.get(name, ""), install, use)
+    print("\nHost")
+    _host()
     print("\nGPUs")
     _gpus()
     print(f"\n{f'{missing} required parts are missing.' if missing else 'All required parts are installed.'}")
@@ -150,6 +165,57 @@ def _print_line(name: str, version: str, is_ok: bool, bounds: str, install: str,
     return 0 if is_ok else 1
 
 
+def _host() -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    print(f"  ok {cores} cores, {memory:.0f} GiB of memory, {platform.platform()}")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total
+        is_ok = size >= MIN_SHARED_MEMORY
+        print(f"  {'ok' if is_ok else '--'} {shared}: {size / GIB:.2f} GiB")
+        if not is_ok:
+            print("     fix: docker run --ipc=host, or a memory-backed volume in Kubernetes (docs/many-nodes.md)")
+    cache = os.environ.get("MODELSCOPE_CACHE") or os.environ.get("HF_HOME") or "~/.cache"
+    folders = {use: _existing(Path(path).expanduser()) for use, path in (("runs", "."), ("cache", cache))}
+    for use, folder in folders.items():
+        print(_disk(use, folder))
+
+
+def _existing(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+
+
+def _disk(use: str, folder: Path) -> str:
+    """Return a line about the disk of a folder, measured with a temporary file of at most 512 MiB."""
+    free = shutil.disk_usage(folder).free
+    if free < 2 * BLOCK * BLOCKS:
+        return f"  -- disk of {use} ({folder}): {free / GIB:.2f} GiB free"
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            writes, reads = _speeds(file.fileno())
+    except OSError as error:
+        return f"  -- disk of {use} ({folder}): cannot be written ({error.strerror})"
+    return f"  ok disk of {use} ({folder}): {free / GIB:.0f} GiB free, writes {writes:.2f} GB/s, reads {reads:.2f} GB/s"
+
+
+def _speeds(file: int) -> tuple[float, float]:
+    """Return the GB/s of writing to an empty file and of reading it again, by its descriptor."""
+    block, start, written = os.urandom(BLOCK), time.perf_counter(), 0
+    while written < BLOCKS * BLOCK and time.perf_counter() - start < DISK_SECONDS:
+        written += os.write(file, block)
+    os.fsync(file)
+    writes = written / (time.perf_counter() - start) / 1e9
+    if hasattr(os, "posix_fadvise"):  # so that it is not read from memory
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(file, 0, os.SEEK_SET)
+    start, length = time.perf_counter(), 0
+    while count := len(os.read(file, BLOCK)):
+        length += count
+    return writes, length / (time.perf_counter() - start) / 1e9
+
+
 def _gpus() -> None:
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -171,7 +237,26 @@ def _gpus() -> None:
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not built into this PyTorch"  # type: ignore[attr-defined]
     print(f"  {'ok' if nccl else '--'} NCCL {version}")
+    if nccl and torch.cuda.device_count() > 1:
+        _report_bandwidth(torch)
+
+
+def _report_bandwidth(torch: ModuleType) -> None:
+    """Print the bus bandwidth of an all-reduce over the visible GPUs, as nccl-tests counts it: the best of several."""
+    count, best = torch.cuda.device_count(), 0.0
+    try:
+        tensors = [torch.ones(2**26, device=f"cuda:{gpu}") for gpu in range(count)]
+        for _ in range(6):  # the first one also connects
+            start = time.perf_counter()
+            torch.cuda.nccl.all_reduce(tensors)
+            for gpu in range(count):
+                torch.cuda.synchronize(gpu)
+            best = max(best, tensors[0].nbytes * 2 * (count - 1) / count / (time.perf_counter() - start) / 1e9)
+    except RuntimeError as error:
+        print(f"  -- NCCL between {count} GPUs: {str(error).splitlines()[0]}")
+        return
+    print(f"  ok NCCL between {count} GPUs: {best:.0f} GB/s")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -88,10 +88,10 @@ def _main(program: str, argv: list[str]) -> int:
 
         print(f"{program} (megaswift {version('megaswift')})")
         return 0
-    if argv == ["doctor"]:
+    if argv[:1] == ["doctor"]:
         from .doctor import main as report
 
-        return report()
+        return report(argv[1:])
     commands = COMMANDS[program]
     wants_help = not argv or "--help" in argv or "-h" in argv
     name = argv[0] if argv and not argv[0].startswith("-") else ""
