@@ -1,5 +1,6 @@
 """The commands, their types, option classes and tasks."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +20,11 @@ class Command:
     def kinds(self) -> "Mapping[str, Command]":
         """Types of the command, or the command itself."""
         return {"": self} if self.options else self.types
+
+    @property
+    def option_class(self) -> type:
+        """Option class of a command without types."""
+        return getattr(importlib.import_module("..tasks.options", __package__), self.options)
 
 
 TASKS = {
@@ -83,7 +89,7 @@ COMMANDS = {
         ),
     },
 }
-ALSO = "--version prints the version, `doctor` checks this machine."
+ALSO = "--version prints the version, `doctor` checks this machine, --install-completion has the shell complete flags."
 ABOUT = {
     "megatron": f"Train Hugging Face checkpoints with megatron-core, on a laptop's CPU or many GPUs. {ALSO}",
     "swift": f"Run and convert trained models. {ALSO}",

@@ -5,24 +5,19 @@ Imports neither torch nor transformers, so that `megatron --help` is fast: a com
 
 import contextlib
 import importlib
-import inspect
-import itertools
 import os
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
-
-import click
-import typer
-from typer.core import TyperCommand
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..bridge.option_groups import flag_values
 from ..tasks.run.interrupt import EXIT_INTERRUPTED, finish
 from ..tasks.system import console
 from ..tasks.system.exit_guard import guarded_exit
-from .commands import ABOUT, COMMANDS, FIRST, USAGE, Command
-from .flags import Flag, OptionValue, UsageError, flags_of, nearest, show
+from .app import COMPLETION, build_app, complete_line, select
+from .commands import COMMANDS, Command
+from .flags import OptionValue, UsageError, flags_of, nearest, show
 
 if TYPE_CHECKING:
     from .dialects.run import ForeignConfig
@@ -88,6 +83,8 @@ def _main(program: str, argv: list[str]) -> int:
 
         print(f"{program} (megaswift {version('megaswift')})")
         return 0
+    if argv[:1] in COMPLETION or f"_{program.upper()}_COMPLETE" in os.environ:
+        return complete_line(program, argv)
     if argv[:1] == ["doctor"]:
         from .doctor import main as report
 
@@ -101,9 +98,9 @@ def _main(program: str, argv: list[str]) -> int:
         raise UsageError(f"{program} {argv[0]}: no such command.{hint} Use one of {', '.join(commands)}.")
     if wants_help:
         words = [word for word in argv[1:] if word not in ("--help", "-h")]
-        selected = _select(commands[name], words) if name else None
+        selected = select(commands[name], words) if name else None
         words = [name, "--help"] if name else ["--help"]
-        return _typer(program, name, selected)(words, prog_name=program, standalone_mode=False)
+        return build_app(program, name, selected)(words, prog_name=program, standalone_mode=False)
     is_training = program == "megatron" and name not in ("plan", "report")
     start = _run_export if name == "export" else _run_training if is_training else _run_in_process
     argv = _expanded(program, argv)
@@ -130,23 +127,10 @@ def _read_foreign(argv: list[str]) -> "ForeignConfig | None":
 def _selected(program: str, argv: list[str], config: "ForeignConfig | None") -> Command:
     """Return the type of the command that flags or a translated config select."""
     if not config:
-        return _select(COMMANDS[program][argv[0]], argv[1:])
+        return select(COMMANDS[program][argv[0]], argv[1:])
     command = COMMANDS[program][config.translation.command]
     kind = config.translation.flags.get(command.by)
-    return command.types[str(kind)] if kind else _select(command, config.words.flags)
-
-
-def _select(command: Command, words: list[str]) -> Command:
-    """Return the type of a command that its flags select. Raises UsageError for an unknown type."""
-    from .parse import value_of
-
-    if not command.types:
-        return command
-    first, *_ = command.types
-    value = value_of(command.by, words)
-    if value is not None and value not in command.types:
-        raise UsageError(f"{f'--{command.by} {value}'.strip()}: choose one of {', '.join(command.types)}.")
-    return command.types[value or first]
+    return command.types[str(kind)] if kind else select(command, config.words.flags)
 
 
 def _expanded(program: str, argv: list[str]) -> list[str]:
@@ -176,7 +160,7 @@ def read_options(
     if foreign:
         argv = [foreign.translation.command, *foreign.words.flags]
     name = argv[0]
-    options = _options(selected)
+    options = selected.option_class
     flags, hints = flags_of(options), _hints_for_other_flags(program, name, selected)
     lenient = ignores_unknown(argv[1:])
     typed, config = from_argv(argv[1:], flags, hints, ignores_unknown=lenient)
@@ -187,7 +171,7 @@ def read_options(
         raise
     if foreign:
         from_file = foreign.parsed_flags(flags, hints)
-    values = _typer(program, name, selected)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
+    values = build_app(program, name, selected)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
     notes = typed.notes + (from_file.notes if from_file else [])
     resolved, sources = resolve(options, values, from_file, typed.spellings)
     if claims := (from_file.claims if from_file else {}) | typed.claims:
@@ -289,10 +273,6 @@ def _run(command: Command, options: Options, sources: Sources) -> int:
     return importlib.import_module(f"..tasks.{command.task}", __package__).run(options, sources) or 0
 
 
-def _options(command: Command) -> type:
-    return getattr(importlib.import_module("..tasks.options", __package__), command.options)
-
-
 def _hints_for_other_flags(program: str, name: str, selected: Command) -> dict[str, str]:
     """Return the flags of other types and commands, each with the rest of its error message.
 
@@ -316,7 +296,7 @@ def _kinds_of_flags(command: Command) -> dict[str, list[str]]:
     """Return the flags of a command, each with the command's types that have it."""
     kinds_of: dict[str, list[str]] = {}
     for kind, member in command.kinds.items():
-        for flag in flags_of(_options(member)):
+        for flag in flags_of(member.option_class):
             kinds_of.setdefault(flag, []).append(kind)
     return kinds_of
 
@@ -328,57 +308,6 @@ def _words(values: dict[str, OptionValue]) -> list[str]:
         for name, value in values.items()
         for item in (value if isinstance(value, list) else [value])
     ]
-
-
-def _typer(program: str, name: str, selected: Command | None) -> typer.Typer:
-    """Return the typer app, whose commands return raw values. Only the selected command has flags."""
-    app = typer.Typer(help=ABOUT[program], add_completion=False, rich_markup_mode=None)
-    app.callback()(lambda: None)
-    for command_name, command in COMMANDS[program].items():
-
-        def collect(**values: OptionValue) -> dict[str, OptionValue]:
-            return {name: value for name, value in values.items() if value is not None}
-
-        displayed = selected if selected and command_name == name else command
-        flags = flags_of(_options(displayed)).values() if displayed is selected and displayed.options else ()
-        parameters = [_parameter(flag) for flag in flags]
-        collect.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        collect.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        grouped = type("GroupedHelp", (_GroupedHelp,), {"flags": tuple(flags)})
-        app.command(command_name, help=displayed.summary, cls=grouped, options_metavar=USAGE)(collect)
-    return app
-
-
-def _parameter(flag: Flag) -> inspect.Parameter:
-    kind = list[str] if flag.is_list else str  # `resolve` converts values, those of a config file too
-    option = typer.Option(f"--{flag.name}", help=flag.help, metavar=flag.metavar, rich_help_panel=flag.group)
-    return inspect.Parameter(
-        flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
-    )
-
-
-class _GroupedHelp(TyperCommand):
-    """Command whose help has a section per option class."""
-
-    flags: tuple[Flag, ...]
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.width = max(formatter.width, 100)
-        by_name = {flag.name: flag for flag in self.flags}
-        first = [by_name[name] for name in FIRST if name in by_name]
-        rest = [flag for flag in self.flags if flag.name not in FIRST]
-        sections = [("Set by most runs", first)] if first else []
-        sections += [(group, list(flags)) for group, flags in itertools.groupby(rest, key=lambda flag: flag.group)]
-        for group, flags in sections:
-            with formatter.section(group):
-                formatter.write_dl([(f"--{flag.name} {flag.metavar}", _described(flag)) for flag in flags], col_max=46)
-        if self.flags:
-            with formatter.section("Also"):
-                formatter.write_dl([("--config FILE", "Flags from a YAML or JSON file, or from a run's args.json.")])
-
-
-def _described(flag: Flag) -> str:
-    return f"{flag.help} [{flag.shown_default}]" if flag.shown_default else flag.help
 
 
 def _print_notes(notes: list[str]) -> None:

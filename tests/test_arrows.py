@@ -24,7 +24,7 @@ ORDER = {
     "prepare",
     "tasks": "options system prepare losses distributed multi_turn turns rewards observability plan run report train "
     "reference convert rollout supervised preference rl distillation infer_metrics infer_media infer_data infer",
-    "cli": "flags commands foreign_flags accepted_flags unsupported_flags legacy_flags parse saved_args checks "
+    "cli": "flags commands foreign_flags accepted_flags unsupported_flags legacy_flags parse app saved_args checks "
     "flags_doc doctor launch guard rollout_servers supervisor ray_launcher training_launch auto_plan torchrun dialects "
     "dialects_doc dry_run main",
 }

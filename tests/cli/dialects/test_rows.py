@@ -10,7 +10,6 @@ from megaswift.cli.dialects.run import load_dialect
 from megaswift.cli.dialects.table import Row
 from megaswift.cli.dialects.translation import Translation
 from megaswift.cli.flags import Flag, OptionValue, flags_of
-from megaswift.cli.main import _options  # pyright: ignore[reportPrivateUsage]
 
 from tests.cli.dialects.known_configs import NAMES, OWN, leaf_keys, row_for, rows_of, translated, tree_of, with_leaf
 
@@ -23,7 +22,7 @@ def all_flags() -> dict[str, Flag]:
         name: flag
         for command in TRAINING
         for kind in COMMANDS["megatron"][command].kinds.values()
-        for name, flag in flags_of(_options(kind)).items()
+        for name, flag in flags_of(kind.option_class).items()
     }
 
 
@@ -157,5 +156,5 @@ def test_flags_of_configs_are_those_of_the_command(path: Any, name: str) -> None
     translation = translated(tree_of(path, name)[0], name)
     command = COMMANDS["megatron"][translation.command]
     kind = translation.flags.get(command.by) if command.types else ""
-    options = _options(command.kinds[str(kind or next(iter(command.kinds)))])
+    options = command.kinds[str(kind or next(iter(command.kinds)))].option_class
     assert sorted(set(translation.flags) - set(flags_of(options))) == []
