@@ -1,6 +1,6 @@
 """Loader of Hugging Face weights into a megatron-core model: each rank reads only its shards."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,12 +22,21 @@ READERS = 4
 
 
 @torch.no_grad()
-def load_weights(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: str | Path, *, seed: int = 0) -> None:
+def load_weights(
+    chunks: Sequence[GPTModel],
+    hf_config: HfConfig,
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> None:
     """Load every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the safetensors in `folder`.
 
     hf_config: the folder's raw config.json, or the result of `add_score_head`. A checkpoint without a score head gets a
-    random one by `seed`, the same in every layout. Values are converted to each parameter's dtype and device. Ranks do
-    not communicate. Raises ValueError for unexpected and missing tensors and for mismatched shapes.
+        random one by `seed`, the same in every layout.
+    on_progress: is called with the share that is loaded.
+    Values are converted to each parameter's dtype and device. Ranks do not communicate. Raises ValueError for
+    unexpected and missing tensors and for mismatched shapes.
     """
     source = open_weights(folder, hf_config)
     family, architecture, entries = map_chunks(chunks, hf_config, source.tensors)
@@ -38,7 +47,7 @@ def load_weights(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: str | 
     _check_model(tensors.keys(), expected_keys(chunks, entries, architecture), family.name)
     if is_new_head and OUTPUT in tensors:
         init_head(tensors.pop(OUTPUT), hf_config, seed)
-    read_tensors(tensors, entries, architecture, source)
+    read_tensors(tensors, entries, architecture, source, on_progress)
 
 
 @torch.no_grad()
@@ -47,6 +56,7 @@ def read_tensors(
     entries: ParamTable,
     architecture: Architecture,
     source: WeightSource,
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Fill `tensors`, this rank's shards, from the files of `source`. Raises ValueError for a mismatched shape."""
     # Several threads: fast local and network disks need several requests at a time.
@@ -71,8 +81,9 @@ def read_tensors(
                     for part, dim, start, stop, step in _blocks(target, entry.hf_dim, span, shapes[name])
                 ]
         try:
-            for read in reads:
+            for number, read in enumerate(reads, 1):
                 read.result()
+                on_progress(number / len(reads))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +66,7 @@ from ..system.atomic_dir import (
     stage,
     verify_files,
 )
+from ..system.console import timed
 from .logit_parity import LogitComparison, as_json, check_precision, round_weights
 
 PEFT_COPY = "adapter-in-peft-format"  # temporary, in the written folder
@@ -133,11 +134,10 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
         layout.mtp_num_layers = run_on_all_ranks(lambda: count_mtp_depths(source.folder)) or None
     with _atomic_folder(destination) as temporary:
         started = time.perf_counter()
-        model = _open_model(source, layout, dtype)
-        _print(f"read in {time.perf_counter() - started:.1f} s")
-        read_end = time.perf_counter()
-        _write(model, source, temporary, options, dtype, started)
-        _print(f"written in {time.perf_counter() - read_end:.1f} s")
+        with _timed("Reading"):
+            model = _open_model(source, layout, dtype)
+        with _timed("Writing"):
+            _write(model, source, temporary, options, dtype, started)
         facts = {}
         if options.test_convert_precision:
             del model
@@ -312,6 +312,10 @@ def _atomic_folder(destination: Path) -> Iterator[Path]:
         if signals:  # torch's writer replaces the SystemExit by its own error
             raise SystemExit(128 + signals[0]) from None
         raise
+
+
+def _timed(text: str) -> AbstractContextManager[object]:
+    return timed(text) if dist.get_rank() == 0 else nullcontext()
 
 
 def _print(line: str) -> None:

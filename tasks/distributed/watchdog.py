@@ -56,13 +56,20 @@ class Watchdog:
     they may hang too. Collectives must have longer timeouts than the watchdog.
     """
 
-    def __init__(self, seconds: float, folder: Path, progress: Callable[[], int] = lambda: 0):
+    def __init__(
+        self,
+        seconds: float,
+        folder: Path,
+        progress: Callable[[], int] = lambda: 0,
+        on_phase: Callable[[str | None], None] = lambda phase: None,
+    ):
         """Start the watchdog. Every rank calls this.
 
         `folder`: folder of the run; stacks go to its subfolder `hang`.
         `progress`: returns a number that changes when this rank makes progress other than phases and ticks.
+        `on_phase`: is called with each phase that is entered.
         """
-        self._progress = progress
+        self._progress, self._on_phase = progress, on_phase
         self.seconds, self.folder = seconds, folder / "hang"
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._interval = min(max(seconds / 10, 0.05), 10.0)
@@ -93,6 +100,7 @@ class Watchdog:
         is_learned = learn and len(self._durations) >= MIN_LEARNED
         self._limit = min(self.seconds, max(MIN_LIMIT, SLOWDOWN * max(self._durations))) if is_learned else self.seconds
         self._enter(text)
+        self._on_phase(text)
         return self._restore_phase(previous)
 
     def tick(self) -> None:
@@ -129,6 +137,7 @@ class Watchdog:
         finally:
             self._phase_start, self._limit = None, self.seconds
             self._enter(phase)
+            self._on_phase(phase)
 
     def _publish(self) -> None:
         """Publish this rank's heartbeat and status, and listen for a reported hang."""

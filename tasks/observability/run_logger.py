@@ -24,6 +24,7 @@ later steps than the checkpoint's, which will be repeated.
 import contextlib
 import json
 import math
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class RunLog:
         self.logging_steps = options.logging_steps
         self._on_gpu = chip_peak_flops is not None or _has_gpu()
         self._six_n = six_n
+        self._phase = ""  # beside the progress bar
         self._rows: dict[str, ThinnedRows] = {}  # for the plots, by kind
         start = start or Start()
         self._step = start.step
@@ -184,6 +186,15 @@ class RunLog:
             size = file_size(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
             self.note(f"{colorize(f'Saved {path.name}', GREEN, sys.stdout)} ({size}, {seconds:.1f} s): {path}")
 
+    def show_phase(self, phase: str | None) -> None:
+        """Show beside the progress bar what the run does, such as `saving checkpoint-10`; nothing for a plain step."""
+        if self.folder is None or self._bar.disable:
+            return
+        text = "" if phase is None or STEP.fullmatch(phase) else phase
+        if text != self._phase:
+            self._phase = text
+            self._bar.set_postfix_str(text)
+
     def note(self, text: str) -> None:
         """Print text above the progress bar, or as a plain line."""
         if self.folder is None:
@@ -214,6 +225,7 @@ class RunLog:
         """Write the summary as the last row, draw the plots, and print the speed of the run."""
         if self.folder is None:
             return
+        self._bar.set_postfix_str("")
         self._bar.close()
         rates = self.meter.total()
         pictures = self.draw()
@@ -281,6 +293,7 @@ COMMON = {
     "step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu", "tflops_per_gpu",
     "mfu", "seconds_per_step", "memory_gib", "data_wait", "elapsed", "eta",
 }  # fmt: skip
+STEP = re.compile(r"(before |data of )?step \d+")  # phases that are not shown
 LONG_WAIT = 0.05  # share of a step
 SHORT_NAMES = {"rewards/margins": "margin", "rewards/accuracies": "accuracy", "completions/mean_length": "length"}
 GENERATION_METRICS = ("reward", "kl", "completions/mean_length")

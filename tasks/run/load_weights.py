@@ -1,5 +1,6 @@
 """Loading of a model's weights from either format."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,15 +22,18 @@ def read_weights(model: Model, hf_config: JsonObject, folder: Path, *, seed: int
     folder has no weights.
     """
     prints = dist.is_initialized() and dist.get_rank() == 0
-    with loading(folder) if prints else nullcontext():
-        _read_weights(model, hf_config, folder, seed=seed)
+    with loading(folder) if prints else nullcontext(lambda share: None) as on_progress:
+        _read_weights(model, hf_config, folder, on_progress, seed=seed)
 
 
-def _read_weights(model: Model, hf_config: JsonObject, folder: Path, *, seed: int) -> None:
+def _read_weights(
+    model: Model, hf_config: JsonObject, folder: Path, on_progress: Callable[[float], None], *, seed: int
+) -> None:
     if not has_weights(folder):
         if not is_mcore_checkpoint(folder):
             raise ValueError(f"{folder} {no_weights_message(folder)}")
         load_distributed(model.parts, hf_config, folder, seed=seed)
         return
     config, labels = read_config(folder), count_labels(hf_config)  # the folder's config, for its quantization
-    load_weights(model.parts, config if labels is None else add_score_head(config, labels), folder, seed=seed)
+    config = config if labels is None else add_score_head(config, labels)
+    load_weights(model.parts, config, folder, seed=seed, on_progress=on_progress)

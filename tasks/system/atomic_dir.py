@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,13 +31,14 @@ REPLACED = "-replaced"
 PARTIAL = re.compile(r"\.(?P<name>.+)\.partial-(?P<scope>.+)-(?P<pid>\d+)")
 
 
-def loading(folder: Path, *, has_progress_bar: bool = False) -> AbstractContextManager[None]:
+def loading(folder: Path, *, has_progress_bar: bool = False) -> AbstractContextManager[Callable[[float], None]]:
     """Print the size of the weights in a folder while they are loaded, then the seconds it took.
 
     has_progress_bar: a library draws its own progress bar on a terminal, so nothing is printed there.
+    The context's function takes the share that is loaded, for a terminal.
     """
     if has_progress_bar and sys.stderr.isatty():
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(lambda share: None)
     sizes = [
         sum(file.stat().st_size for file in folder.glob(pattern) if file.name.endswith(WEIGHTS))
         for pattern in ("*", "**/*")  # the second for megatron-core's format, including a checkpoint's optimizer state

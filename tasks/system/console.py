@@ -10,11 +10,14 @@ The copy is made in Python's streams, so it lacks the output of C++ libraries (N
 
 import contextlib
 import io
+import logging
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +27,9 @@ EARLY_LIMIT = 100_000  # characters: an environment variable holds 131,071 bytes
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLORS = {"error": "1;31", "warning": "33", "note": "33"}
 GREEN = "32"
+_INSTALLED = {"site-packages", "dist-packages"}
+UPDATE_INTERVAL = 0.5  # seconds between updates of a line on a terminal
+UPDATE_WIDTH = len(" ... 100%, 99999 s")
 
 
 def prepare_streams() -> None:
@@ -68,14 +74,37 @@ def file_size(count: int) -> str:
 
 
 @contextlib.contextmanager
-def timed(text: str) -> Iterator[None]:
-    """Print `text` to stderr, then, at the end of the context, the seconds it took."""
+def timed(text: str) -> Iterator[Callable[[float], None]]:
+    """Print `text` to stderr, then, at the end of the context, the seconds it took.
+
+    A terminal shows the seconds meanwhile, and the share of the work that is done, once the yielded function is called
+    with it.
+    """
     print(f"{text} ...", end="", file=sys.stderr, flush=True)
-    start, duration = time.perf_counter(), ""
+    start, duration, share, end = time.perf_counter(), "", 0.0, threading.Event()
+
+    def set_share(done: float) -> None:
+        nonlocal share
+        share = done
+
+    def update() -> None:
+        while not end.wait(UPDATE_INTERVAL):
+            done = f" {share:.0%}," if share else ""
+            print(f"\r{text} ...{done} {time.perf_counter() - start:.0f} s", end="", file=sys.stderr, flush=True)
+
+    # A line that is wider than the terminal cannot be redrawn.
+    updates = sys.stderr.isatty() and len(text) + UPDATE_WIDTH < columns(sys.stderr)
+    thread = threading.Thread(target=update, daemon=True) if updates else None
+    if thread:
+        thread.start()
     try:
-        yield
+        yield set_share
         duration = f" {time.perf_counter() - start:.1f} s"
     finally:
+        end.set()
+        if thread:
+            thread.join()
+            duration = f"\r{text} ...{duration.ljust(UPDATE_WIDTH)}"
         print(duration, file=sys.stderr, flush=True)
 
 
@@ -143,7 +172,19 @@ class _CopyingStream:
         return getattr(self.stream, name)
 
 
+class _LibraryHandler(logging.Handler):
+    """Handler of messages for which there is no other: those of installed packages go to the log alone."""
+
+    def emit(self, message: logging.LogRecord) -> None:
+        text = f"{message.levelname.lower()} of {message.name}: {message.getMessage()}"
+        if message.name.startswith("megaswift.") and sys.stderr:
+            print(message.getMessage(), file=sys.stderr)
+        else:
+            record(text)
+
+
 _log: _Log | None = None
+_replaced: tuple[Callable[..., None], logging.Handler | None] | None = None  # by `start_copy`
 
 
 def visible_text(lines: str) -> str:
@@ -154,12 +195,23 @@ def visible_text(lines: str) -> str:
 
 def start_copy(command: str) -> None:
     """Start to buffer this process's output, after its launcher's output or the command as heading."""
-    global _log
+    global _log, _replaced
     if _log is None:
         heading = f"--- {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n{command}\n"
         early = os.environ.pop(EARLY_TEXT, heading)
         _log = _Log(early if os.environ.get("LOCAL_RANK", "0") == "0" else "")
         sys.stdout, sys.stderr = _CopyingStream(sys.stdout, _log), _CopyingStream(sys.stderr, _log)  # type: ignore[assignment]
+        _replaced = warnings.showwarning, logging.lastResort
+        warnings.showwarning, logging.lastResort = _show_warning, _LibraryHandler(logging.WARNING)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+    """Print a warning; one of an installed package goes to the log alone."""
+    text = f"{filename}:{lineno}: {category.__name__}: {message}"
+    if _INSTALLED & {*Path(filename).parts}:
+        record(text)
+    else:
+        print(text, file=sys.stderr)
 
 
 def record(text: str) -> None:
@@ -202,6 +254,8 @@ def stop_copy() -> None:
     global _log
     if _log is None:
         return
+    if _replaced:
+        warnings.showwarning, logging.lastResort = _replaced
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, _CopyingStream):
             stream.finish()

@@ -63,7 +63,9 @@ class Trainer:
         note = log.note if run.writes else print
         profile = Profile(run.options.profile, run.folder, max_steps, note, log.meter.paused, first=first_step)
         self._stop = Stop(run.options.resume.exit_duration_in_mins)
-        self.watchdog = Watchdog(run.options.build.ddp_timeout, run.folder, lambda: ShardWriter.total_runs_taken)
+        self.watchdog = Watchdog(
+            run.options.build.ddp_timeout, run.folder, lambda: ShardWriter.total_runs_taken, log.show_phase
+        )
         reference = objective.reference_sync and objective.reference_sync.reference
         self._eval_command = EvalCommandCallback(run, self.watchdog, log)
         self._checkpointer = Checkpointer(

@@ -1,11 +1,15 @@
 """Terminal output and its copy in the run folder, console.log."""
 
 import io
+import logging
 import os
 import pty
+import re
 import subprocess
 import sys
+import termios
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -220,6 +224,56 @@ def test_bars_are_no_blank_lines(terminal: bool) -> None:
     os.close(leader)
     os.close(follower)
     assert ("Answer: 100%" in shown) is terminal
+
+
+SLOW = """
+import time
+from megaswift.tasks.system import console
+console.UPDATE_INTERVAL = 0.02
+with console.timed("Loading") as set_share:
+    time.sleep(0.2)
+    set_share(0.25)
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize("width", [0, 30, 20])
+def test_a_wait_is_one_line_that_is_updated(width: int) -> None:
+    """On a terminal that is wide enough; its final state is that of a pipe."""
+    leader, follower = pty.openpty() if width else os.pipe()
+    if width:
+        termios.tcsetwinsize(follower, (24, width))
+    subprocess.run([sys.executable, "-c", SLOW], stderr=follower, check=True)
+    shown = os.read(leader, 10_000).decode()
+    os.close(leader)
+    os.close(follower)
+    assert ("Loading ... 0 s" in shown, "Loading ... 25%, 0 s" in shown) == (width == 30, width == 30)
+    assert shown.count("\n") == 1
+    assert re.fullmatch(r"Loading \.\.\. 0\.\d s", console.visible_text(shown.strip()))
+
+
+def test_messages_of_libraries_are_in_the_log_alone(begin, tmp_path: Path, capsys) -> None:
+    begin()
+    console.open_log(tmp_path)
+    for file in ("/venv/lib/site-packages/torch/a.py", "/home/me/plugin.py"):
+        warnings.showwarning("is deprecated", FutureWarning, file, 7)
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []  # pytest's
+    try:
+        for name in ("library", "megaswift.templates"):
+            logging.getLogger(name).warning("%s is damaged", "x")
+    finally:
+        root.handlers = handlers
+    console.stop_copy()
+    said = ["/home/me/plugin.py:7: FutureWarning: is deprecated", "x is damaged"]
+    assert capsys.readouterr().err.splitlines() == said
+    lines = log(tmp_path)[2:]
+    assert lines == [
+        "/venv/lib/site-packages/torch/a.py:7: FutureWarning: is deprecated",
+        said[0],
+        "warning of library: x is damaged",
+        said[1],
+    ]
 
 
 def test_sizes_and_times_for_people(capsys) -> None:

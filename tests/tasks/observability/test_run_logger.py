@@ -273,8 +273,22 @@ def test_lines_above_a_progress_bar_stay_whole(tmp_path, capsys, monkeypatch):
     assert "2/2" in captured.err
 
 
+def test_a_phase_is_shown_beside_the_progress_bar(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 2, None, 1)
+    for phase in ("before step 1", "data of step 1", "step 1"):
+        log.show_phase(phase)
+    assert "step 1" not in capsys.readouterr().err
+    log.show_phase("saving checkpoint-1")
+    assert "saving checkpoint-1" in capsys.readouterr().err
+    log.show_phase("step 1")
+    log.close({})
+    assert "checkpoint-1" not in capsys.readouterr().err
+
+
 def test_other_processes_write_nothing(tmp_path, capsys):
     log = RunLog(None, LoggingOptions(), 1, None, 2)
+    log.show_phase("saving checkpoint-1")
     log.step(1, 1.0, 0.0)
     log.train(1, METRICS)
     log.evaluation(1, {"eval_loss": 1.0})
