@@ -11,7 +11,7 @@ from ...templates.plural import plural
 from ..options import SftOptions
 from ..system.memory import GIB
 from .memory import OUTSIDE
-from .run_plan import Gpu, RunPlan, UnplannedRunError, plan_run
+from .run_plan import Gpu, RunPlan, UnplannedRunError, pack_length, plan_run
 from .search import Plan, Search, search, smallest_cluster
 
 # Fields of `GpuLayout` and the flags that fix them.
@@ -67,7 +67,7 @@ def _planned(options: SftOptions, requested: Collection[str], world: int, gpu: G
             raise ValueError(f"--plan auto cannot be used with --{name}, which is not planned. Remove one of them")
     if "sequence_parallel" in requested and not options.build.sequence_parallel:
         raise ValueError("--plan auto cannot be used with --sequence_parallel false. Remove one of them")
-    if not (options.data.max_length or (options.data.packing and options.data.packing_length)):
+    if pack_length(options) is None:
         raise ValueError("--plan auto needs the longest sample. Set --max_length")
     try:
         return plan_run(options, world)

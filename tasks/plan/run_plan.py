@@ -16,8 +16,8 @@ from .search import search, smallest_cluster
 from .speed import Machine
 from .workload import make_workload
 
-# Flags of the builder that change neither the number nor the size of weights, gradients and the optimizer's state, but
-# as `GpuLayout` says.
+# Flags of the builder beside which weights, gradients and the optimizer's state are as planned: those of `GpuLayout`,
+# those without effect on memory, and those that change activations alone. Any other flag makes a run unplanned.
 LAYOUT_FLAGS = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "sequence_parallel",
@@ -32,6 +32,7 @@ ACTIVATION_FLAGS = tuple(
 )
 ADAPTER_FLAGS = "lora_rank", "lora_alpha", "lora_dropout", "use_rslora"
 OPTIMIZER_FLAGS = "optimizer_offload_fraction", "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"
+STATES = "weights", "gradients", "optimizer"  # parts of the memory that do not depend on the batch
 MEASURED_MODELS = "qwen3", "qwen3_moe"  # rows of docs/plan.md
 MEASURED_GPUS = 2
 # Planned memory without its reserve was at most 1.05 times what runs reserved.
@@ -74,7 +75,7 @@ class RunPlan:
     def least_bytes(self) -> float:
         """Return the bytes without which the run cannot train, however its memory is packed."""
         memory = self.memory
-        states = memory.weights + memory.gradients + memory.optimizer
+        states = sum(getattr(memory, name) for name in STATES)
         return max(states, (memory.total - memory.reserve) / MARGIN) if self.is_measured else states
 
 
@@ -100,12 +101,17 @@ def plan_run(options: SftOptions, world: int) -> RunPlan:
     return RunPlan(work, layout, _is_measured(options, layout, hf_config["model_type"]))
 
 
+def pack_length(options: SftOptions) -> int | None:
+    """Return the tokens of a pack, or of the longest sample; None if samples have no limit."""
+    return (options.data.packing and options.data.packing_length) or options.data.max_length
+
+
 def plan_options(options: SftOptions, world: int) -> PlanOptions:
     """Return the options of `megatron plan` for the model, batch and tuner of a run."""
     return PlanOptions(
         options.model or options.mcore_model or "",
         gpus=world,
-        max_length=(options.data.packing and options.data.packing_length) or options.data.max_length or 1,
+        max_length=pack_length(options) or 1,
         global_batch_size=options.training.global_batch_size,
         tuner_type="lora" if options.tuner.has_adapters else "full",
         lora_rank=options.lora.lora_rank,
@@ -194,8 +200,12 @@ def _fix(plan: RunPlan, machine: Machine, limit: float) -> str:
 def memory_line(options: SftOptions, world: int) -> str:
     """Return the planned memory of each GPU as text."""
     try:
-        memory = plan_run(options, world).memory
+        parts = plan_run(options, world).memory._asdict()
     except UnplannedRunError as error:
         return f"not planned: {error}"
-    parts = ", ".join(f"{name} {part / GIB:.1f}" for name, part in memory._asdict().items())
-    return f"{memory.total / GIB:.1f} GiB of each GPU by the plan: {parts}"
+    about = "by the plan" if options.data.packing else "by the plan, if all samples have --max_length tokens"
+    if pack_length(options) is None:
+        about = "by the plan, and activations, which depend on lengths (--max_length is not set)"
+        parts = {name: parts[name] for name in STATES}
+    text = ", ".join(f"{name} {part / GIB:.1f}" for name, part in parts.items())
+    return f"{sum(parts.values()) / GIB:.1f} GiB of each GPU {about}: {text}"

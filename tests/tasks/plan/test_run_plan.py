@@ -116,6 +116,22 @@ def test_beyond_measured_runs_only_states_count(more, command) -> None:
     assert plan.least_bytes == pytest.approx(18 * plan.work.parameters.total)
 
 
+def test_the_line_of_a_dry_run(command) -> None:
+    packed = memory_line(options_of(command("8b")), 2)
+    assert packed.startswith(
+        "133.6 GiB of each GPU by the plan: weights 15.3, gradients 30.5, optimizer 45.8, activations "
+    )
+    samples = memory_line(options_of(command("8b", "--packing false")), 2)
+    assert samples.startswith(
+        "133.6 GiB of each GPU by the plan, if all samples have --max_length tokens: weights 15.3, "
+    )
+    words = [word for word in command("8b", "--packing false") if word not in ("--max_length", "4096")]
+    assert memory_line(options_of(words), 2) == (
+        "91.5 GiB of each GPU by the plan, and activations, which depend on lengths (--max_length is not set): "
+        "weights 15.3, gradients 30.5, optimizer 45.8"
+    )
+
+
 def test_a_vision_tower_is_not_planned(command) -> None:
     assert memory_line(options_of(command("vl-4b")), 1) == "not planned: a vision tower or quantized weights"
 
