@@ -1,5 +1,6 @@
 """Memory plan of a training run by its options: whether it can fit on its GPUs, and the nearest layout that fits."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -15,6 +16,8 @@ from .memory import OUTSIDE, Memory, Workload, memory_of_rank
 from .search import search, smallest_cluster
 from .speed import Machine
 from .workload import make_workload
+
+logger = logging.getLogger(__name__)
 
 # Flags of the builder beside which weights, gradients and the optimizer's state are as planned: those of `GpuLayout`,
 # those without effect on memory, and those that change activations alone. Any other flag makes a run unplanned.
@@ -177,6 +180,9 @@ def check_fits(options: SftOptions, world: int, gpu: Gpu) -> None:
     try:
         plan = plan_run(options, world)
     except UnplannedRunError:
+        return
+    except Exception as error:  # a fault of the plan must not stop a run that may fit
+        logger.warning("The run's memory was not planned: %r", error)
         return
     if plan.least_bytes > gpu.memory:
         model = f"--model {options.model}" if options.model else f"--mcore_model {options.mcore_model}"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from megaswift.bridge.option_groups import with_flags
 from megaswift.cli.main import read_options
+from megaswift.tasks.plan import run_plan
 from megaswift.tasks.plan.memory import OUTSIDE
 from megaswift.tasks.plan.run_plan import Gpu, UnplannedRunError, check_fits, memory_line, plan_run
 from megaswift.tasks.run import context
@@ -80,6 +81,12 @@ def test_more_gpus_are_proposed_where_no_layout_fits(command) -> None:
 
 def test_an_unknown_gpu_is_no_reason_to_refuse(command) -> None:
     check_fits(options_of(command("8b")), 1, Gpu("NVIDIA GeForce GTX 1080", 8 * GIB, 1))
+
+
+def test_a_fault_of_the_plan_stops_no_run(command, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(run_plan, "make_workload", lambda *arguments: {}["sizes"])
+    check_fits(options_of(command("8b")), 1, Gpu("NVIDIA L40S", 44.4 * GIB, 8))
+    assert caplog.messages == ["The run's memory was not planned: KeyError('sizes')"]
 
 
 @pytest.mark.parametrize(
