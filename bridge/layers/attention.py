@@ -7,6 +7,7 @@ for packed documents on a GPU (or torch's flash attention), or one `scaled_dot_p
 
 from copy import copy
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -150,13 +151,13 @@ class CoreAttention(MegatronModule):
             return output.reshape(*query.shape[:-2], -1)
 
         shape = query.shape[:1] if packed else query.shape[:2]
-        if segments.key_index is not None:  # all-gather forward, reduce-scatter backward
-            key, value = (
-                gather_from_sequence_parallel_region(
-                    x, tensor_parallel_output_grad=True, group=self.cp_group
-                ).index_select(0, segments.key_index)
-                for x in (key, value)
-            )
+        if segments.key_index is not None:
+            if self.cp_group.size() > 1:  # all-gather forward, reduce-scatter backward
+                key, value = (
+                    gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.cp_group)
+                    for x in (key, value)
+                )
+            key, value = (select_rows(x, segments.key_index) for x in (key, value))
         if self.kernel != "sdpa" and query.shape[1] == 1 and not (self.training and self.dropout):
             query, key, value = (x.squeeze(1) for x in (query, key, value))
             output = varlen_attention(
@@ -171,8 +172,13 @@ class CoreAttention(MegatronModule):
         return output.reshape(*shape, -1)
 
     def _is_supported_by_engine(self, segments: Segments) -> bool:
-        """Return whether Transformer Engine supports this: no chunks; with context parallelism no windows for packs."""
-        return not segments.chunked and (segments.window is None or self.cp_group.size() == 1)
+        """Return whether Transformer Engine supports this.
+
+        It supports no chunks and prefixes, and with context parallelism no windows for packs.
+        """
+        if self.cp_group.size() == 1:
+            return not segments.chunked and segments.key_index is None
+        return not segments.chunked and segments.window is None
 
     def _rotate(self, x: Tensor, documents: Documents) -> Tensor:
         if self.rope is None:
@@ -230,6 +236,25 @@ class CoreAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Return the rows of x with these numbers: [rows, ...] -> [len(index), ...]. Gradients are summed in fp32."""
+    return cast(Tensor, _SelectRows.apply(x, index))
+
+
+class _SelectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        [index] = ctx.saved_tensors
+        sums = torch.zeros(ctx.rows, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+        return sums.index_add_(0, index, grad.float()).to(grad.dtype), None
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -30,14 +30,15 @@ class Segments:
     The last query and the last key of a segment are the same token. Without context parallelism a segment is a
     document, or one chunk of it if the layer attends by chunks. With context parallelism a rank holds two parts of each
     document. A part attends to the keys from the start of the document, window or chunk to the part's end; `key_index`
-    selects them from the gathered keys.
+    selects them from the gathered keys. Likewise a document with a prefix attends to the prefix's keys and its own.
     """
 
     queries: list[int]  # length of each segment's queries
     keys: list[int]  # length of each segment's keys
     query_ends: Tensor  # [segments + 1] int32, on the device
     key_ends: Tensor
-    key_index: Tensor | None  # [sum(keys)]: positions in the rank-major gathered keys; None without context parallelism
+    # [sum(keys)]: positions in the keys, rank-major gathered under context parallelism; None: the keys as they are
+    key_index: Tensor | None
     window: int | None = None  # also None if no document is longer than the window
     chunked: bool = False  # whether a document was split into chunks
     tile_cache: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cache of `tiles`
@@ -52,19 +53,34 @@ class Segments:
 
 
 def make_segments(
-    bounds: list[int], cp_rank: int, cp_size: int, device: torch.device, span: AttentionSpan = FULL_SPAN
+    bounds: list[int],
+    cp_rank: int,
+    cp_size: int,
+    device: torch.device,
+    span: AttentionSpan = FULL_SPAN,
+    prefixes: Sequence[int] = (),
 ) -> Segments:
     """Return this rank's segments.
 
     bounds [documents + 1]: boundaries of the documents in the full sequence, each divisible by 2 x cp_size.
+    prefixes [documents]: document whose tokens precede those of each, -1: none; empty: no document has one, as under
+        context parallelism
     """
-    longest = max(end - start for start, end in pairwise(bounds))
+    assert not (prefixes and cp_size > 1)
+    ranges = list(pairwise(bounds))
+    prefix_ranges = [ranges[number] if number >= 0 else (0, 0) for number in prefixes] or [(0, 0)] * len(ranges)
+    longest = max(
+        end - start + after - before for (start, end), (before, after) in zip(ranges, prefix_ranges, strict=True)
+    )
     window, chunk = (limit if limit and limit < longest else None for limit in span)
     queries, keys, key_positions = [], [], []
-    for start, end in pairwise(bounds):
+    for (start, end), prefix in zip(ranges, prefix_ranges, strict=True):
         document_index = gathered_positions(start, end - start, bounds[-1], cp_size) if cp_size > 1 else None
+        if prefixes:
+            document_index = torch.cat((torch.arange(*prefix), torch.arange(start, end)))
+        begin = prefix[1] - prefix[0]
         for first, last in _local_parts(end - start, cp_rank, cp_size):
-            for low, high in _split_at_chunks(first, last, chunk):
+            for low, high in _split_at_chunks(begin + first, begin + last, chunk):
                 first_key = low // chunk * chunk if chunk else 0  # the first key that the first query attends to
                 if window:
                     first_key = max(first_key, low - window + 1)
@@ -178,6 +194,7 @@ def make_packed_seqs(
     cp_rank: int = 0,
     cp_size: int = 1,
     rope_positions: Tensor | None = None,
+    prefixes: Sequence[int] = (),
 ) -> Documents:
     """Return the documents of a micro batch.
 
@@ -185,6 +202,7 @@ def make_packed_seqs(
     rope_positions: [axes, batch, local sequence], on the device: positions of time, height and width for the ropes
     cu_seqlens: [documents + 1], on the CPU, boundaries in the full row; None: rows are padded instead of packed
     max_seqlen: length of the longest document
+    prefixes: as of `make_segments`
     """
     device = position_ids.device
     if cu_seqlens is None:
@@ -212,7 +230,7 @@ def make_packed_seqs(
 
     return Documents(
         **packed,
-        segments={span: make_segments(bounds, cp_rank, cp_size, device, span) for span in set(spans)},
+        segments={span: make_segments(bounds, cp_rank, cp_size, device, span, prefixes) for span in set(spans)},
         rotary=tuple(
             make_rotary_tables(position_ids if rope_positions is None else rope_positions, rope, select_long, dtype)
             for rope in ropes

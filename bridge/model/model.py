@@ -25,7 +25,7 @@ class ModelInputs:
     """Micro batch. Tensors are on the model's device unless marked CPU."""
 
     tokens: Tensor  # [rows, local length] int64
-    position_ids: Tensor  # [rows, local length] int64, restarting at 0 in each document
+    position_ids: Tensor  # [rows, local length] int64, restarting in each document, at 0 or behind its prefix
     cu_seqlens: Tensor | None  # [documents + 1] int32, CPU: boundaries in the full row; None: one document per row
     max_seqlen: int  # length of the longest document
     labels: Tensor | None = None  # [rows, local length] int64
@@ -35,6 +35,7 @@ class ModelInputs:
     # [3, rows, local length] int64: positions of time, height and width for the ropes; None: position_ids
     rope_positions: Tensor | None = None
     media: MediaFeatures | None = None  # features of the visual tokens
+    prefixes: Tensor | None = None  # [documents] int64, CPU: document whose tokens precede those of each; -1: none
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Model:
             cp_rank=cp_rank,
             cp_size=cp_size,
             rope_positions=inputs.rope_positions,
+            prefixes=() if inputs.prefixes is None else inputs.prefixes.tolist(),
         )
         if inputs.loss_positions is not None:
             documents.loss_positions = to_device(inputs.loss_positions, device)

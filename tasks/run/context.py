@@ -17,7 +17,9 @@ from ...bridge.checkpoint.new_tokens import read_tokens, with_tokens
 from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.checkpoint.rope_scaling import scale_rope
 from ...bridge.checkpoint.vision import adapts_tower, has_tower, needs_tower
+from ...bridge.families import family_of
 from ...bridge.model.build import DTYPES
+from ...bridge.model.shared_prompts import supports_shared_prompts
 from ...bridge.option_groups import with_flags
 from ...bridge.options import ModelOptions, VisionOptions
 from ...bridge.parallel import current_groups, initialize
@@ -241,6 +243,8 @@ def encoder_rank(groups: ProcessGroupCollection) -> int:
 def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
     """Return the plan of this rank's micro batches of generated episodes."""
     options, layout = run.options, ProcessLayout.of(run.options.build, dist.get_world_size())
+    architecture = family_of(run.hf_config).describe(run.hf_config)
+    replays_experts = getattr(options, "router_replay_mode", "disabled") != "disabled"
     return BatchPlan(
         BatchLayout(
             pack_length=(options.data.packing_length or options.data.max_length) if options.data.packing else None,
@@ -260,6 +264,7 @@ def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
         equal_lengths=layout.pipeline > 1,
         equal_over_ranks=layout.expert > 1 and options.build.exchanges_equal_rows,
         multiple=layout.pipeline if virtual_pipeline_size(options.build) else 1,
+        shares_prompts=not replays_experts and supports_shared_prompts(architecture, options.build),
     )
 
 

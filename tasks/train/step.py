@@ -388,6 +388,7 @@ def _inputs(batch: Batch, positions: Tensor | None, media: MediaFeatures | None,
         experts=batch.experts if replays else None,
         rope_positions=batch.rope_positions,
         media=media,
+        prefixes=batch.prefixes,
     )
 
 

@@ -56,12 +56,12 @@ class Batch(TensorDataclass):
     tokens: Tensor  # [rows, local_length] int64
     labels: Tensor  # [rows, local_length] int64: next token of the same document; 0 where loss_weights is 0
     loss_weights: Tensor  # [rows, local_length] float32: 0 on a document's last token, padding and untrained tokens
-    position_ids: Tensor  # [rows, local_length] int64, from 0 in every document
+    position_ids: Tensor  # [rows, local_length] int64, from 0 in every document or after its prefix
     cu_seqlens: Tensor | None  # [documents + 1] int32, boundaries in the full row, padding included; None: padded rows
     max_seqlen: int  # longest document between those boundaries
     cp_index: Tensor | None  # [local_length] int64: positions of the full row that this rank holds; None: all
     loss_tokens: float  # sum of the loss weights of the global batch
-    lengths: list[int]  # lengths of the documents, without padding
+    lengths: list[int]  # lengths of the documents and prefixes, without padding
     grouping: Grouping | None = None  # None: one document per sample (sft, pt)
     mismatched: "Batch | None" = None  # kto: prompts of the same samples with answers to other prompts
     # [rows, local_length] int64: number of the token's channel (--enable_channel_loss); -1: none
@@ -72,6 +72,8 @@ class Batch(TensorDataclass):
     # Batches with images or videos: the positions of time, height and width for the rope.
     rope_positions: Tensor | None = None  # [3, rows, local_length] int64; None: position_ids on each axis
     media: MediaBatch | None = None
+    # [segments of cu_seqlens] int64: segment whose tokens precede those of each, which attend to it; -1: none.
+    prefixes: Tensor | None = None  # None: no document has one
 
 
 @dataclass(frozen=True)
@@ -172,9 +174,9 @@ class BatchLayout:
         part: int | None,
         loss_tokens: float,
         row_length: int | None,
-    ) -> tuple[Batch, list[PackedSample]]:
+    ) -> tuple[Batch, list[list[Document]]]:
         """Lay out all documents of the samples, or one part of each. Returns the batch, and its documents by pack."""
-        documents = _documents(packs, part)
+        documents = documents_of(packs, part)
         if not any(sample.media for pack in packs for sample in pack):
             return self.batch(documents, loss_tokens, row_length), documents
         return self._with_media(packs, part, documents, loss_tokens, row_length)
@@ -183,10 +185,10 @@ class BatchLayout:
         self,
         packs: Sequence[Sequence[TokenizedSample]],
         part: int | None,
-        documents: list[PackedSample],
+        documents: list[list[Document]],
         loss_tokens: float,
         row_length: int | None,
-    ) -> tuple[Batch, list[PackedSample]]:
+    ) -> tuple[Batch, list[list[Document]]]:
         """Lay out documents, some with images or videos, as `_documents_batch`."""
         assert self.vision is not None, "samples with media need a vision processor"
         selected = slice(None) if part is None else slice(part, part + 1)
@@ -247,7 +249,7 @@ class BatchLayout:
         numbers = np.array([sample.channel for pack in packs for sample in pack for _ in sample.documents], np.int64)
         if batch.cu_seqlens is None:  # a row per sample
             return torch.from_numpy(numbers)[:, None].expand(batch.tokens.shape).contiguous()
-        boundaries, starts = batch.cu_seqlens.numpy(), self._starts(_documents(packs, None))
+        boundaries, starts = batch.cu_seqlens.numpy(), self._starts(documents_of(packs))
         by_segment = np.full(len(boundaries) - 1, -1)
         by_segment[np.searchsorted(boundaries, starts)] = numbers
         channels = torch.from_numpy(np.repeat(by_segment, np.diff(boundaries)))
@@ -266,7 +268,10 @@ class BatchLayout:
         if batch.cu_seqlens is None:
             raise ValueError("--padding_free false: grouped documents need packed rows. Remove the flag.")
         boundaries, starts = batch.cu_seqlens.numpy().astype(np.int64), self._starts(packed)
-        ends = starts + np.array(batch.lengths, np.int64) - 1
+        batch = self._with_prefixes(batch, packs, np.searchsorted(boundaries, starts))
+        is_document = np.array(_prefix_numbers(packs)) != IS_PREFIX if batch.prefixes is not None else slice(None)
+        starts = starts[is_document]
+        ends = starts + np.array(batch.lengths, np.int64)[is_document] - 1
         if batch.cp_index is not None:
             local = batch.cp_index.numpy()
             positions = np.minimum(np.searchsorted(local, ends), len(local) - 1)
@@ -289,15 +294,34 @@ class BatchLayout:
             "parts": np.concatenate([np.empty(0), *parts]),
             "items": np.array([sample.item for sample in samples]),
         }
-        tokens = [loss_weight(weights) for sample in packed for _, weights in sample]
+        tokens = np.array([loss_weight(weights) for sample in packed for _, weights in sample])[is_document]
         grouping = Grouping(
             **{name: torch.from_numpy(values.astype(np.int64)) for name, values in indices.items()},
-            tokens=torch.tensor(tokens, dtype=torch.float32),
+            tokens=torch.from_numpy(tokens.astype(np.float32)),
             labels=torch.from_numpy(labels),
             loss_samples=totals.samples,
             documents_per_rank=list(totals.documents_per_rank),
         )
         return replace(batch, grouping=grouping)
+
+    def _with_prefixes(self, batch: Batch, packs: Sequence[Sequence[TokenizedSample]], segments: np.ndarray) -> Batch:
+        """Have documents continue their prefixes. segments: of each document and prefix"""
+        if all(sample.prefix is None for sample in chain.from_iterable(packs)):
+            return batch
+        assert batch.cu_seqlens is not None
+        assert self.context_parallel_size == 1
+        spans = np.diff(batch.cu_seqlens.numpy().astype(np.int64))
+        prefixes = np.full(len(spans), -1)
+        for segment, number in zip(segments.tolist(), _prefix_numbers(packs), strict=True):
+            if number >= 0:
+                prefixes[segment] = segments[number]
+        offsets = np.where(prefixes >= 0, spans[prefixes], 0)
+        return replace(
+            batch,
+            position_ids=batch.position_ids + torch.from_numpy(np.repeat(offsets, spans)),
+            max_seqlen=int((offsets + spans).max()),
+            prefixes=torch.from_numpy(prefixes),
+        )
 
     def batch(self, samples: Sequence[PackedSample], loss_tokens: float, row_length: int | None = None) -> Batch:
         """Lay out documents in rows of `row_length` tokens, by default the shortest that fit."""
@@ -381,10 +405,35 @@ def total_weight(packs: Iterable[Sequence[TokenizedSample]]) -> float:
     return sum(loss_weight(sample.documents[0][1]) for pack in packs for sample in pack)
 
 
-def _documents(packs: Iterable[Sequence[TokenizedSample]], part: int | None) -> list[PackedSample]:
-    """Return the documents of each pack: all, or the document with index `part` of each sample."""
+def documents_of(packs: Iterable[Sequence[TokenizedSample]], part: int | None = None) -> list[list[Document]]:
+    """Return the documents of each pack, after their prefixes: all, or the one with index `part` of each sample."""
     selected = slice(None) if part is None else slice(part, part + 1)
-    return [[document for sample in pack for document in sample.documents[selected]] for pack in packs]
+    documents: list[list[Document]] = []
+    last_prefix = None
+    for pack in packs:
+        documents.append([])
+        for sample in pack:
+            if sample.prefix is not None and sample.prefix is not last_prefix:
+                documents[-1].append((sample.prefix, np.zeros(len(sample.prefix), np.float32)))
+            last_prefix = sample.prefix
+            documents[-1] += sample.documents[selected]
+    return documents
+
+
+NO_PREFIX, IS_PREFIX = -1, -2
+
+
+def _prefix_numbers(packs: Iterable[Sequence[TokenizedSample]]) -> list[int]:
+    """Return the number of the prefix of each document of `documents_of`, NO_PREFIX, or IS_PREFIX of prefixes."""
+    numbers: list[int] = []
+    last_prefix, last_number = None, NO_PREFIX
+    for sample in chain.from_iterable(packs):
+        if sample.prefix is not None and sample.prefix is not last_prefix:
+            last_number = len(numbers)
+            numbers.append(IS_PREFIX)
+        last_prefix = sample.prefix
+        numbers += [NO_PREFIX if sample.prefix is None else last_number] * len(sample.documents)
+    return numbers
 
 
 def _write(document: Document, tokens: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> None:

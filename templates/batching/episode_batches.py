@@ -9,7 +9,8 @@ import torch
 from ..dataset.packing import pack
 from ..dataset.placed_media import PlacedMedium
 from ..dataset.samples import TokenizedSample
-from .collator import Batch, BatchLayout, GlobalTotals, loss_weight
+from .collator import Batch, BatchLayout, GlobalTotals, documents_of, loss_weight
+from .shared_prompts import SharedPrompts
 
 
 @dataclass
@@ -59,6 +60,7 @@ class BatchPlan:
 
     equal_lengths, equal_over_ranks: as in `Batches`
     multiple: divisor of the number of micro batches; rows of padding fill up the last ones
+    shares_prompts: lay out a prompt once for its completions in a row, where that saves tokens
     """
 
     layout: BatchLayout  # of a stage in PROMPTED
@@ -68,12 +70,13 @@ class BatchPlan:
     equal_lengths: bool = False
     equal_over_ranks: bool = False
     multiple: int = 1
+    shares_prompts: bool = False
 
     def batches(self, sequences: Sequences) -> list[Batch]:
         """Return this rank's micro batches of a step. Raises ValueError for a document longer than a pack."""
         lengths = self.layout.padded(np.array([len(ids) for ids in sequences.tokens], np.int64))
-        rows = self._rows(lengths, sequences.media_owners)
-        widths = np.array([[self._width(row, lengths) for row in micro_batch] for micro_batch in rows])
+        rows, prompts = self._rows_with_prompts(sequences, lengths)
+        widths = np.array([[self._width(row, lengths, prompts) for row in micro_batch] for micro_batch in rows])
         if self.equal_lengths:
             widths = np.broadcast_to(widths.max(0, keepdims=True), widths.shape)
         if self.equal_over_ranks:
@@ -83,18 +86,36 @@ class BatchPlan:
             self._batch(
                 sequences,
                 micro_batch[self.rank],
+                prompts,
                 GlobalTotals(tokens, len(sequences), [sum(map(len, row)) for row in micro_batch]),
                 width,
             )
             for micro_batch, width in zip(rows, widths[:, self.rank].tolist(), strict=True)
         ]
 
+    def _rows_with_prompts(
+        self, sequences: Sequences, lengths: np.ndarray
+    ) -> tuple[list[list[list[list[int]]]], SharedPrompts | None]:
+        """Return `_rows`, and the prompts that documents share in a row; None if they share none."""
+        capacity, owners = self.layout.pack_length, sequences.media_owners
+        can_share = self.shares_prompts and not owners and not sequences.experts
+        if can_share and (capacity or self.micro_batch_size > 1):
+            prompts = SharedPrompts(sequences.tokens, sequences.weights)
+            if capacity:
+                if packs := prompts.packs(capacity):
+                    return self._deal(packs, by_owner=False), prompts
+            elif (prompts.groups >= 0).any():
+                rows = self._rows(lengths, prompts.owners)
+                if prompts.saves_enough([[n for sample in row for n in sample] for step in rows for row in step]):
+                    return rows, prompts
+        return self._rows(lengths, owners), None
+
     def _rows(self, lengths: np.ndarray, owners: list[int]) -> list[list[list[list[int]]]]:
         """Assign documents to [micro batches, ranks, samples], each sample a list of documents.
 
         Documents of a micro batch have similar lengths, and ranks similar numbers of tokens. Without packs, documents
-        with the same media lie in one micro batch of a rank, as far as they fit, so that these are encoded once there.
-        owners: as Sequences.media_owners
+        with the same owner lie in one micro batch of a rank, as far as they fit.
+        owners: as Sequences.media_owners, so that media are encoded once; or the number of the prompt
         """
         if self.layout.pack_length:
             packs = pack(lengths, self.layout.pack_length)
@@ -102,11 +123,15 @@ class BatchPlan:
         else:
             order = _order_by_owner(lengths, np.array(owners)) if owners else np.argsort(-lengths, kind="stable")
             samples = [[number] for number in order.tolist()]
+        return self._deal(samples, by_owner=bool(owners) and not self.layout.pack_length)
+
+    def _deal(self, samples: list[list[int]], *, by_owner: bool) -> list[list[list[list[int]]]]:
+        """Deal samples to micro batches and ranks. by_owner: neighbours lie in one micro batch of a rank"""
         size = self.micro_batch_size * self.ranks
         samples += [[] for _ in range(-len(samples) % (size * self.multiple))]
         micro_batches = []
         for start in range(0, len(samples), size):
-            if owners and not self.layout.pack_length:
+            if by_owner:
                 firsts = range(start, start + size, self.micro_batch_size)
                 micro_batches.append([samples[first : first + self.micro_batch_size] for first in firsts])
                 continue
@@ -116,27 +141,39 @@ class BatchPlan:
             micro_batches.append([[members[rank] for members in ordered] for rank in range(self.ranks)])
         return micro_batches
 
-    def _width(self, row: list[list[int]], lengths: np.ndarray) -> int:
+    def _width(self, row: list[list[int]], lengths: np.ndarray, prompts: SharedPrompts | None) -> int:
         occupied = [self.layout.pack_length or int(lengths[sample].sum()) for sample in row]
+        if prompts and not self.layout.pack_length:
+            occupied = [prompts.length([number for sample in row for number in sample])]
         return int(self.layout.row_length(np.array(occupied, np.int64)))
 
-    def _batch(self, sequences: Sequences, row: list[list[int]], totals: GlobalTotals, width: int) -> Batch:
-        def tokenized_sample(number: int) -> TokenizedSample:
-            document = sequences.tokens[number], sequences.weights[number]
+    def _batch(
+        self,
+        sequences: Sequences,
+        row: list[list[int]],
+        prompts: SharedPrompts | None,
+        totals: GlobalTotals,
+        width: int,
+    ) -> Batch:
+        prefixes: list[np.ndarray | None] = [None] * len(sequences)
+        if prompts:
+            row = self._share(row, prompts, prefixes)
+
+        def sample(number: int, values: np.ndarray) -> TokenizedSample:
+            start = 0 if (prefix := prefixes[number]) is None else len(prefix)
+            document = sequences.tokens[number][start:], values[start:]
             media = sequences.media[number] if sequences.media else ()
             owner = sequences.media_owners[number] if sequences.media_owners else -1
             label = np.array([sequences.labels[number]], np.float32)
-            return TokenizedSample([document], label, number, media=media, media_owner=owner)
+            return TokenizedSample([document], label, number, media=media, media_owner=owner, prefix=prefix)
 
-        batch = self.layout.collate(
-            [[tokenized_sample(number) for number in sample] for sample in row], totals, width, 1
-        )
+        def samples(values: list[np.ndarray]) -> list[list[TokenizedSample]]:
+            return [[sample(number, values[number]) for number in numbers] for numbers in row]
+
+        batch = self.layout.collate(samples(sequences.weights), totals, width, 1)
 
         def at_label_positions(values: list[np.ndarray]) -> torch.Tensor | None:
-            if not values:
-                return None
-            documents = [[(sequences.tokens[number], values[number]) for number in sample] for sample in row]
-            return self.layout.batch(documents, 0.0, width).loss_weights
+            return self.layout.batch(documents_of(samples(values)), 0.0, width).loss_weights if values else None
 
         extras = None
         if (rollout := at_label_positions(sequences.rollout_log_probs)) is not None:
@@ -147,10 +184,28 @@ class BatchPlan:
             extras = ValueExtras(values, returns)
         return replace(batch, extras=extras, experts=self._experts(sequences, batch) if sequences.experts else None)
 
+    def _share(
+        self, row: list[list[int]], prompts: SharedPrompts, prefixes: list[np.ndarray | None]
+    ) -> list[list[int]]:
+        """Return a row's samples with the documents of a prompt after each other, and set their prefixes."""
+        units = row if self.layout.pack_length else [[number for sample in row for number in sample]]
+        ordered: list[list[int]] = []
+        for unit in units:
+            shared: dict[int, np.ndarray] = {}
+            ordered.append([])
+            for number, is_shared in prompts.shared_in(unit):
+                ordered[-1].append(number)
+                if is_shared:
+                    prefix = prompts.tokens[number][: prompts.saved[number]]
+                    prefixes[number] = shared.setdefault(int(prompts.groups[number]), prefix)
+        if self.layout.pack_length:
+            return ordered
+        return [[number] for number in ordered[0]] + [[] for _ in range(len(row) - len(ordered[0]))]
+
     def _experts(self, sequences: Sequences, batch: Batch) -> torch.Tensor:
         """Return Batch.experts: the experts of each token of the row, -1 for padding."""
         row = np.full((_row_length(batch), *sequences.experts[0].shape[1:]), -1, np.int16)
-        for item, start, _ in _document_spans(batch):
+        for item, start, _, _ in _document_spans(batch):
             experts = sequences.experts[item]
             row[start : start + len(experts)] = experts
         return torch.from_numpy(row[_local_index(batch)])
@@ -165,20 +220,20 @@ class BatchPlan:
         -1 where another context-parallel rank holds the token.
         """
         row = _full_row(batch, values, -1)
-        return {item: row[start : start + length] for item, start, length in _document_spans(batch)}
+        return {item: row[start : start + length] for item, start, length, _ in _document_spans(batch)}
 
     def label_values_by_document(
         self, batches: Sequence[Batch], values: Sequence[torch.Tensor]
     ) -> dict[int, np.ndarray]:
         """Split values of this rank's labels, [1, local length] per micro batch, by document: float32 [length] each.
 
-        0 for a document's first token, and where another context-parallel rank holds the label.
+        0 for a document's first token and in a shared prompt, and where another context-parallel rank holds the label.
         """
         by_document = {}
         for batch, label_values in zip(batches, values, strict=True):
             row = _full_row(batch, label_values[0].float().cpu().numpy(), 0)
-            for item, start, length in _document_spans(batch):
-                by_document[item] = np.concatenate([np.zeros(1, np.float32), row[start : start + length - 1]])
+            for item, start, length, before in _document_spans(batch):
+                by_document[item] = np.concatenate([np.zeros(before + 1, np.float32), row[start : start + length - 1]])
         return by_document
 
     def label_ids(self, batches: Sequence[Batch], starts: np.ndarray) -> list[np.ndarray]:
@@ -190,8 +245,8 @@ class BatchPlan:
         ids = []
         for batch in batches:
             row = np.full(_row_length(batch), -1)
-            for item, start, length in _document_spans(batch):
-                row[start : start + length] = starts[item] + np.arange(length)
+            for item, start, length, before in _document_spans(batch):
+                row[start : start + length] = starts[item] + before + np.arange(length)
             ids.append(np.where(batch.loss_weights[0].numpy() != 0, row[_local_index(batch)], -1))
         return ids
 
@@ -203,12 +258,19 @@ def _order_by_owner(lengths: np.ndarray, owners: np.ndarray) -> np.ndarray:
     return np.lexsort((-lengths, owners, -longest[owners]))
 
 
-def _document_spans(batch: Batch) -> Iterator[tuple[int, int, int]]:
-    """Yield the number, the start in the full row, and the length of each document of a micro batch."""
+def _document_spans(batch: Batch) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the number, the start in the full row, the length, and the tokens of the prefix of each document."""
     grouping, boundaries = batch.grouping, batch.cu_seqlens
     assert grouping is not None
     assert boundaries is not None
-    yield from zip(grouping.items.tolist(), boundaries[grouping.segments].tolist(), batch.lengths, strict=True)
+    starts, lengths = boundaries[grouping.segments], torch.tensor(batch.lengths)
+    if batch.prefixes is None:
+        prefix_lengths = [0] * len(grouping.segments)
+    else:
+        spans, prefixes = boundaries.diff(), batch.prefixes[grouping.segments]
+        lengths = spans[grouping.segments]
+        prefix_lengths = torch.where(prefixes >= 0, spans[prefixes], 0).tolist()
+    yield from zip(grouping.items.tolist(), starts.tolist(), lengths.tolist(), prefix_lengths, strict=True)
 
 
 def _row_length(batch: Batch) -> int:

@@ -29,6 +29,8 @@ class TokenizedSample(NamedTuple):
     channel: int = -1  # number of its channel (--enable_channel_loss); -1: none
     media: Sequence[PlacedMedium] = ()  # placed in the concatenation of its expanded documents
     media_owner: int = -1  # samples with the same number have the same media, as completions of a prompt; -1: its own
+    # Tokens before its document, int32 [length]; laid out once for consecutive samples with the same array. None: none.
+    prefix: np.ndarray | None = None
 
     @property
     def media_by_document(self) -> list[list[PlacedMedium]]:
