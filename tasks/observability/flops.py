@@ -114,27 +114,30 @@ class Flops:
         output = hidden * vocab_size
         return cls(parameters + (1 + depths) * output, full_attention, limited, 0 if depths else output, trained)
 
-    def training(self, lengths: Iterable[int], scored: int | None = None) -> int:
+    def training(self, lengths: Iterable[int], scored: int | None = None, reused: Iterable[int] = ()) -> int:
         """Return the FLOPs of training on documents of these lengths (tokens), each attending causally to itself.
 
         scored: number of tokens whose label's probability is computed; None: all.
+        reused: lengths of beginnings of documents that are computed with another document
         """
-        products, attention = self._forward(list(lengths), scored)
+        products, attention = self._forward(list(lengths), scored, list(reused))
         return round((2 + self.trained) * products) + 3 * attention
 
-    def forward(self, lengths: Iterable[int], scored: int | None = None) -> int:
+    def forward(self, lengths: Iterable[int], scored: int | None = None, reused: Iterable[int] = ()) -> int:
         """Return the FLOPs of a forward pass."""
-        return sum(self._forward(list(lengths), scored))
+        return sum(self._forward(list(lengths), scored, list(reused)))
 
-    def _forward(self, lengths: list[int], scored: int | None) -> tuple[int, int]:
+    def _forward(self, lengths: list[int], scored: int | None, reused: list[int]) -> tuple[int, int]:
         """Return the FLOPs of matrix products and of attention."""
-        skipped = 0 if scored is None else sum(lengths) - scored
+        tokens = sum(lengths) - sum(reused)
+        skipped = 0 if scored is None else tokens - scored
         attention = sum(
-            cost * pairs(length, window, chunk)
+            sign * cost * pairs(length, window, chunk)
             for window, chunk, cost in ((None, None, self.pair), *self.limited)
-            for length in lengths
+            for sign, counted in ((1, lengths), (-1, reused))
+            for length in counted
         )
-        return 2 * self.matrix_parameters * sum(lengths) - 2 * self.output * skipped, attention
+        return 2 * self.matrix_parameters * tokens - 2 * self.output * skipped, attention
 
     def six_n_d(self, tokens: float) -> float:
         """Return the usual estimate 6 x parameters x tokens: the matrix products without attention."""

@@ -93,7 +93,9 @@ class MetricsAccumulator:
         self.steps += 1
         self.micro_batches += len(batches)
         self.tokens += sum(lengths)
-        self.flops += flops.training(lengths, scored_tokens(batches, self.groups)) + self.objective.extra_flops(batches)
+        reused = [length for batch in batches for length in batch.reused_lengths]
+        self.flops += flops.training(lengths, scored_tokens(batches, self.groups), reused)
+        self.flops += self.objective.extra_flops(batches)
         if flops.vision:
             self.flops += self.vision.add(batches, flops.vision, self.groups)
         for sums, values in ((self.metrics, metrics), (self.balancing, balancing)):

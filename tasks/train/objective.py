@@ -156,7 +156,8 @@ def forward_flops(flops: Flops, groups: ProcessGroupCollection, batches: Sequenc
     lengths = [length for batch in batches for length in batch.lengths]
     grids = [grid for batch in batches if batch.media for grid in batch.media.grids.tolist()]
     tower = flops.vision.forward(grids) if flops.vision else 0
-    return flops.forward(lengths, scored_tokens(batches, groups)) + tower
+    reused = [length for batch in batches for length in batch.reused_lengths]
+    return flops.forward(lengths, scored_tokens(batches, groups), reused) + tower
 
 
 def scored_tokens(batches: Sequence[Batch], groups: ProcessGroupCollection) -> int:

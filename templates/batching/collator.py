@@ -61,7 +61,7 @@ class Batch(TensorDataclass):
     max_seqlen: int  # longest document between those boundaries
     cp_index: Tensor | None  # [local_length] int64: positions of the full row that this rank holds; None: all
     loss_tokens: float  # sum of the loss weights of the global batch
-    lengths: list[int]  # lengths of the documents and prefixes, without padding
+    lengths: list[int]  # lengths of the documents with their prefixes, without padding
     grouping: Grouping | None = None  # None: one document per sample (sft, pt)
     mismatched: "Batch | None" = None  # kto: prompts of the same samples with answers to other prompts
     # [rows, local_length] int64: number of the token's channel (--enable_channel_loss); -1: none
@@ -74,6 +74,16 @@ class Batch(TensorDataclass):
     media: MediaBatch | None = None
     # [segments of cu_seqlens] int64: segment whose tokens precede those of each, which attend to it; -1: none.
     prefixes: Tensor | None = None  # None: no document has one
+
+    @property
+    def reused_lengths(self) -> list[int]:
+        """Lengths of the prefixes of `lengths` that are computed with another document."""
+        if self.prefixes is None or self.cu_seqlens is None:
+            return []
+        numbers = self.prefixes[self.prefixes >= 0]
+        is_repeated = torch.ones(len(numbers), dtype=torch.bool)
+        is_repeated[[int((numbers == number).nonzero()[0]) for number in numbers.unique()]] = False
+        return self.cu_seqlens.diff()[numbers[is_repeated]].tolist()
 
 
 @dataclass(frozen=True)
@@ -268,10 +278,10 @@ class BatchLayout:
         if batch.cu_seqlens is None:
             raise ValueError("--padding_free false: grouped documents need packed rows. Remove the flag.")
         boundaries, starts = batch.cu_seqlens.numpy().astype(np.int64), self._starts(packed)
-        batch = self._with_prefixes(batch, packs, np.searchsorted(boundaries, starts))
-        is_document = np.array(_prefix_numbers(packs)) != IS_PREFIX if batch.prefixes is not None else slice(None)
-        starts = starts[is_document]
-        ends = starts + np.array(batch.lengths, np.int64)[is_document] - 1
+        ends, is_document = starts + np.array(batch.lengths, np.int64) - 1, slice(None)
+        if any(sample.prefix is not None for sample in chain.from_iterable(packs)):
+            batch, is_document = self._with_prefixes(batch, packs, np.searchsorted(boundaries, starts))
+        starts, ends = starts[is_document], ends[is_document]
         if batch.cp_index is not None:
             local = batch.cp_index.numpy()
             positions = np.minimum(np.searchsorted(local, ends), len(local) - 1)
@@ -304,24 +314,29 @@ class BatchLayout:
         )
         return replace(batch, grouping=grouping)
 
-    def _with_prefixes(self, batch: Batch, packs: Sequence[Sequence[TokenizedSample]], segments: np.ndarray) -> Batch:
-        """Have documents continue their prefixes. segments: of each document and prefix"""
-        if all(sample.prefix is None for sample in chain.from_iterable(packs)):
-            return batch
+    def _with_prefixes(
+        self, batch: Batch, packs: Sequence[Sequence[TokenizedSample]], segments: np.ndarray
+    ) -> tuple[Batch, np.ndarray]:
+        """Have documents continue their prefixes. Returns the batch, and whether each segment is a document's.
+
+        segments: of each document and prefix
+        """
         assert batch.cu_seqlens is not None
         assert self.context_parallel_size == 1
         spans = np.diff(batch.cu_seqlens.numpy().astype(np.int64))
-        prefixes = np.full(len(spans), -1)
-        for segment, number in zip(segments.tolist(), _prefix_numbers(packs), strict=True):
-            if number >= 0:
-                prefixes[segment] = segments[number]
+        numbers, prefixes = np.array(_prefix_numbers(packs)), np.full(len(spans), -1)
+        has_prefix, is_document = numbers >= 0, numbers != IS_PREFIX
+        prefixes[segments[has_prefix]] = segments[numbers[has_prefix]]
         offsets = np.where(prefixes >= 0, spans[prefixes], 0)
-        return replace(
+        lengths = np.array(batch.lengths) + offsets[segments]
+        batch = replace(
             batch,
             position_ids=batch.position_ids + torch.from_numpy(np.repeat(offsets, spans)),
             max_seqlen=int((offsets + spans).max()),
+            lengths=lengths[is_document].tolist(),
             prefixes=torch.from_numpy(prefixes),
         )
+        return batch, is_document
 
     def batch(self, samples: Sequence[PackedSample], loss_tokens: float, row_length: int | None = None) -> Batch:
         """Lay out documents in rows of `row_length` tokens, by default the shortest that fit."""

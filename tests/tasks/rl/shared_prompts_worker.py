@@ -1,8 +1,9 @@
 """tests.layouts.worker on episodes with prompts in common, laid out once and repeated.
 
 "packing" of a job: the length of a pack; None: rows of `micro_batch` documents. "fault": a planted one. A result has, of
-both ways, the "log_probs" of each document, and the "tokens" that were computed; and "gradients", the largest
-difference of a parameter's gradients relative to their norm.
+both ways, the "log_probs" of each document, and of this rank the "tokens" of its documents, those that were "reused",
+and the length of its rows, "computed"; and "gradients", the largest difference of a parameter's gradients relative to
+their norm.
 """
 
 import dataclasses
@@ -103,6 +104,8 @@ def run(job: dict) -> dict:
             results[name] = {
                 "log_probs": [x.tolist() for x in masked],
                 "tokens": sum(sum(batch.lengths) for batch in batches),
+                "reused": sum(sum(batch.reused_lengths) for batch in batches),
+                "computed": sum(int((batch.position_ids >= 0).sum()) for batch in batches),
                 "rows": len(batches),
                 "shares": sum(batch.prefixes is not None for batch in batches),
             }

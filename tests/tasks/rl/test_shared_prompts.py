@@ -62,7 +62,10 @@ def test_numbers_are_those_of_documents_by_themselves(name, results):
     assert "error" not in result, result["error"]
     repeated, shared = result["repeated"], result["shared"]
     assert repeated["shares"] == 0 < shared["shares"]
-    assert shared["tokens"] < repeated["tokens"]
+    if RUNS[name][0] == 1:  # else the ranks have other documents
+        assert shared["tokens"] == repeated["tokens"]
+    assert repeated["reused"] == 0 < shared["reused"]
+    assert shared["computed"] < repeated["computed"]
     assert largest_difference(result) < 2e-5
     assert result["gradients"] < 2e-5
 
