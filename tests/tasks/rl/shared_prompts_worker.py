@@ -1,9 +1,9 @@
 """tests.layouts.worker on episodes with prompts in common, laid out once and repeated.
 
 "packing" of a job: the length of a pack; None: rows of `micro_batch` documents. "fault": a planted one. A result has,
-of both ways, the "log_probs" of each document, and of this rank the "tokens" of its documents, those that were "reused",
-and the length of its rows, "computed"; and "gradients", the largest difference of a parameter's gradients relative to
-their norm.
+of both ways, the "log_probs" of each document, and of this rank the "tokens" of its documents, those that were
+"reused", and the length of its rows, "computed"; and "gradients", the largest difference of a parameter's gradients
+relative to their norm.
 """
 
 import dataclasses
