@@ -111,24 +111,42 @@ def qwen2_5_vl(folder: Path, seed: int = 0, tied: bool = False) -> Path:
     return _save(folder, Qwen2_5_VLForConditionalGeneration, config, processor, seed)
 
 
-def qwen3_vl(folder: Path, moe: bool = False, seed: int = 0, tied: bool = False, head_dim: int = 16) -> Path:
-    """Write a tiny Qwen3-VL, or Qwen3-VL-MoE, with its processor to a folder and return it."""
-    import transformers
+def qwen3_processor():
+    """Return the processor of Qwen3-VL and Qwen3.5."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}
     video_size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 96 * 32 * 32}
     half = [0.5] * 3
-    vocabulary = tokenizer()
-    processor = Qwen3VLProcessor(
+    return Qwen3VLProcessor(
         Qwen2VLImageProcessor(
             patch_size=16, merge_size=2, temporal_patch_size=2, size=size, image_mean=half, image_std=half
         ),
-        vocabulary,
+        tokenizer(),
         Qwen3VLVideoProcessor(patch_size=16, merge_size=2, temporal_patch_size=2, size=video_size),
         chat_template=QWEN3_VL_TEMPLATE,
     )
+
+
+QWEN3_TOWER = {
+    "depth": 4,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "intermediate_size": 56,
+    "out_hidden_size": 48,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 36,
+}
+
+
+def qwen3_vl(folder: Path, moe: bool = False, seed: int = 0, tied: bool = False, head_dim: int = 16) -> Path:
+    """Write a tiny Qwen3-VL, or Qwen3-VL-MoE, with its processor to a folder and return it."""
+    import transformers
+
+    processor = qwen3_processor()
     rope = {
         "rope_type": "default",
         "rope_theta": 500.0,
@@ -146,28 +164,44 @@ def qwen3_vl(folder: Path, moe: bool = False, seed: int = 0, tied: bool = False,
     name = "Qwen3VLMoe" if moe else "Qwen3VL"
     config = getattr(transformers, f"{name}Config")(
         text_config=_text(rope) | {"head_dim": head_dim, "tie_word_embeddings": tied} | (experts if moe else {}),
-        vision_config={
-            "depth": 4,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "intermediate_size": 56,
-            "out_hidden_size": 48,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "num_position_embeddings": 36,
-            "deepstack_visual_indexes": [0, 1, 2],
-        },
+        vision_config=QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1, 2]},
         tie_word_embeddings=tied,
-        **_token_ids(vocabulary),
+        **_token_ids(processor.tokenizer),
     )
     return _save(folder, getattr(transformers, f"{name}ForConditionalGeneration"), config, processor, seed)
+
+
+def qwen3_5(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny Qwen3.5 with its processor to a folder and return it."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    processor = qwen3_processor()
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "mrope_section": [3, 2, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.5,
+    }
+    delta = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 12,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "head_dim": 24,
+    }
+    config = Qwen3_5Config(
+        text_config=_text(rope) | delta, vision_config=QWEN3_TOWER, **_token_ids(processor.tokenizer)
+    )
+    return _save(folder, Qwen3_5ForConditionalGeneration, config, processor, seed)
 
 
 FAMILIES = {
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": lambda folder, **options: qwen3_vl(folder, moe=True, **options),
+    "qwen3_5": qwen3_5,
 }
 
 
@@ -205,12 +239,20 @@ def _save(folder: Path, kind, config, processor, seed: int) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            is_norm = ("norm" in name or "ln_q" in name) and name.endswith("weight")
-            parameter.copy_(noise + 1.0 if is_norm else noise)
+            parameter.copy_(noise + mean_of(model, name))
     model.save_pretrained(folder)
     _transpose_experts(Path(folder) / "model.safetensors")
     processor.save_pretrained(folder)
     return Path(folder)
+
+
+def mean_of(model, name: str) -> float:
+    """Return the mean of a parameter: norms scale by about 1, and delta nets forget slowly."""
+    if name.endswith("A_log"):
+        return -1.0
+    is_norm = ("norm" in name or "ln_q" in name) and name.endswith("weight")
+    adds_one = model.config.model_type.startswith("qwen3_5") and "visual" not in name and "linear_attn" not in name
+    return 1.0 if is_norm and not adds_one else 0.0
 
 
 def _transpose_experts(file: Path) -> None:

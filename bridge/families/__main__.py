@@ -47,7 +47,7 @@ Embeddings, and choices between tokens, need no head: every family has them.
 Some checkpoints hold parts that the model is built without: layers of multi-token prediction (DeepSeek-V3, GLM-4.5 to
 4.7, ERNIE 4.5, MiniMax-M2, Qwen3-Next, Qwen3.5), and vision towers beside a model that is trained on text. Their
 tensors are copied from the source into the saved checkpoint. Families with MTP in the table above can train these
-layers: `--mtp_num_layers`. Towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL train on images: [multimodal.md](multimodal.md).
+layers: `--mtp_num_layers`. Families with a vision tower train on images: [multimodal.md](multimodal.md).
 
 ## Quantized weights
 
@@ -115,6 +115,7 @@ def _line(family: Family) -> str:
         "experts": has_experts,
         "a shared expert": arguments.get("moe_shared_expert_intermediate_size"),
         "MTP": family.mtp_mappings,
+        "a vision tower": family.vision,
     }
     columns = (
         family.name,

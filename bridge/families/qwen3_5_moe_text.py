@@ -1,6 +1,7 @@
 """Qwen3.5-MoE: Qwen3.5's layers with experts and a shared expert; checkpoints on the hub stack the experts."""
 
 from ..mapping.param_mapping import FUSED_GATE_UP, ROW, Architecture, Family, HfConfig, ParamMapping
+from . import qwen3_5_text, qwen3_vl_text
 from .decoder import check_supported, layer_mapping
 from .gated_delta_hybrid import DEFAULTS, PROJECTED, hybrid
 from .qwen2_moe import gated_experts
@@ -17,7 +18,8 @@ def architecture(config: HfConfig) -> Architecture:
     check_supported(config, {"norm_topk_prob": (True,)})
     # No layer is dense.
     config = config | {"intermediate_size": config["moe_intermediate_size"], "norm_topk_prob": True}
-    return describe_moe(config, tuple(range(config["num_hidden_layers"])))
+    decoder = describe_moe(config, tuple(range(config["num_hidden_layers"])))
+    return qwen3_5_text.beside_tower(decoder, config)
 
 
 def mappings(config: HfConfig) -> list[ParamMapping]:
@@ -28,12 +30,13 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="qwen3_5_moe_text",
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-    models="Qwen3.5 and 3.6 (MoE), text",
+    models="Qwen3.5 and 3.6 (MoE)",
     architecture=architecture,
     mappings=mappings,
     text_config=mrope_text_config,
+    vision=qwen3_5_text.vision,
+    vision_mappings=qwen3_vl_text.vision_mappings,
     vlm_names=(add_language_model_prefix,),
-    limits=("images and videos: the vision tower passes through unchanged",),
     defaults=DEFAULTS
     | {
         "vocab_size": 248320,

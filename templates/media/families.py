@@ -28,6 +28,8 @@ FAMILIES = {
     "qwen2_5_vl": VisionFamily("none"),
     "qwen3_vl": VisionFamily("norm1000", has_timestamps=True, has_retrieval_prompts=True),
     "qwen3_vl_moe": VisionFamily("norm1000", has_timestamps=True, has_retrieval_prompts=True),
+    "qwen3_5": VisionFamily("norm1000", has_timestamps=True),
+    "qwen3_5_moe": VisionFamily("norm1000", has_timestamps=True),
 }
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "temporal_patch_size", "tokens_per_second"

@@ -49,7 +49,7 @@ def test_dry_run(number: int, machine: Path, monkeypatch: pytest.MonkeyPatch, ca
 def test_rows_with_images_are_refused_as_such(machine: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """What the golden lines call "images": a model without a tower trains on texts, and refuses rows with images."""
     monkeypatch.setattr(pretrained, "check_weights", lambda *arguments, **settings: None)
-    model = stand_ins.write_model_of(machine, "Qwen/Qwen3.5-27B")
+    model = stand_ins.write_model_of(machine, "google/gemma-3-27b-it")
     write_tokenizer(model)
     row = {"messages": [{"role": "user", "content": "<image>Read it."}, *stand_ins.MESSAGES["messages"][1:]]}
     file = machine / "rows.jsonl"

@@ -55,11 +55,38 @@ def qwen3_vl_moe() -> Any:
     return Qwen3VLMoeConfig(text_config=text, vision_config=VISION3, **TOKENS)
 
 
+# Qwen3.5's tower has no DeepStack.
+VISION35 = {key: value for key, value in VISION3.items() if key != "deepstack_visual_indexes"}
+DELTA = {
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 24,
+    "rope_parameters": ROPE | {"mrope_section": [3, 2, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+def qwen3_5() -> Any:
+    from transformers import Qwen3_5Config
+
+    return Qwen3_5Config(text_config=TEXT | DELTA, vision_config=VISION35, **TOKENS)
+
+
+def qwen3_5_moe() -> Any:
+    from transformers import Qwen3_5MoeConfig
+
+    experts = {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28,
+    }  # fmt: skip
+    text = {key: value for key, value in TEXT.items() if key != "intermediate_size"}
+    return Qwen3_5MoeConfig(text_config=text | DELTA | experts, vision_config=VISION35, **TOKENS)
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
 }
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -244,6 +244,13 @@ def _deep_gradients_once(model: Model) -> Any:
     return mock.patch.object(exchange, "_all_to_all", lossy)
 
 
+def _swap_rope_axes(model: Model) -> Any:
+    """Height and width in each other's place, in the ropes of the language model."""
+    swapped = torch.tensor([0, 2, 1])
+    ropes = tuple(replace(rope, axes=swapped[rope.axes]) for rope in model.ropes)
+    return mock.patch.object(model, "ropes", ropes)
+
+
 def _patch_plan(change: Callable[[PatchPlan], PatchPlan]) -> Any:
     def plant(model: Model) -> Any:
         place = "megaswift.bridge.model.vision_encoder.plan_patches"
@@ -267,6 +274,7 @@ FAULTS: dict[str, Any] = {
     "deep levels swapped": _swap_deep_levels,
     "tower gradient / 2": _scale_gradients(0.5),
     "deep gradients of one rank": _deep_gradients_once,
+    "axes of ropes swapped": _swap_rope_axes,
     "window order kept": _patch_plan(lambda plan: replace(plan, feature_order=None)),
     "height and width swapped": _patch_plan(_swap_axes),
     "one block for all images": _patch_plan(_join_blocks),

@@ -37,6 +37,7 @@ def place(tmp_path_factory) -> Path:
     tiny_vision.qwen3_vl(place / "qwen3")
     tiny_vision.qwen2_5_vl(place / "qwen2_5")
     tiny_vision.qwen3_vl(place / "moe", moe=True)
+    tiny_vision.qwen3_5(place / "qwen3_5")
     for number in range(9):
         tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place / f"{number}.png")
     write(place / "train.jsonl", [row(number) for number in range(STEPS * BATCH)])
@@ -114,7 +115,10 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
     return found, dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("model", ["qwen3", pytest.param("qwen2_5", marks=pytest.mark.long)])
+FURTHER = "qwen2_5", "qwen3_5"
+
+
+@pytest.mark.parametrize("model", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)])
 def test_steps_are_those_of_transformers(model, place):
     """Of all parameters: the data, the tower and its optimizer."""
     from transformers import AutoModelForImageTextToText
