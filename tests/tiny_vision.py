@@ -13,6 +13,9 @@ from tests.bridge.families import VOCAB
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 SPECIAL += ["<|image_pad|>", "<|video_pad|>"]
+GLM_SPECIAL = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"]
+GLM_SPECIAL += [f"<|{place}_of_{kind}|>" for kind in ("image", "video") for place in ("begin", "end")]
+GLM_SPECIAL += ["<|image|>", "<|video|>"]
 VOCABULARY = VOCAB + 100  # of the tokenizer; the model's is two rows larger
 
 # Those of the published checkpoints, without tools and without numbers of pictures.
@@ -45,10 +48,21 @@ QWEN3_VL_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif -%}
 """
+GLM_TEMPLATE = """\
+[gMASK]<sop>
+{%- for message in messages %}
+{{- '\\n' if message.role == 'assistant' else '' }}<|{{ message.role }}|>{{ '\\n' }}\
+{% if message.content is string %}{{ message.content }}
+{%- else %}{% for item in message.content %}\
+{% if item.type == 'image' or 'image' in item %}<|begin_of_image|><|image|><|end_of_image|>\
+{% elif item.type == 'video' or 'video' in item %}<|begin_of_video|><|video|><|end_of_video|>\
+{% elif 'text' in item %}{{ item.text }}{% endif %}{% endfor %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '\\n<|assistant|>\\n' }}{%- endif %}"""
 
 
-def tokenizer():
-    """Return a byte-level BPE with the special tokens of Qwen's vision-language models."""
+def tokenizer(special: list[str] = SPECIAL, eos: str = "<|im_end|>"):
+    """Return a byte-level BPE with special tokens, by default those of Qwen's vision-language models."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -57,13 +71,13 @@ def tokenizer():
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=SPECIAL,
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     words = "user assistant system what colour is the shape? a red circle, a blue square, a picture of the sky."
     bpe.train_from_iterator([words] * 10, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, pad_token="<|endoftext|>")
 
 
 def picture(width: int, height: int, seed: int = 0):
@@ -197,7 +211,45 @@ def qwen3_5(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Qwen3_5ForConditionalGeneration, config, processor, seed)
 
 
+def glm4v(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny GLM-4.1V with its processor to a folder and return it."""
+    from transformers import Glm4vConfig, Glm4vForConditionalGeneration, Glm4vImageProcessor, Glm4vProcessor
+    from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
+
+    vocabulary = tokenizer(GLM_SPECIAL, eos="<|endoftext|>")
+    sizes = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    # Limits are of the pixels of both frames.
+    size = {"shortest_edge": 8 * 28 * 28, "longest_edge": 128 * 28 * 28}
+    processor = Glm4vProcessor(
+        Glm4vImageProcessor(**sizes, size=size),
+        vocabulary,
+        Glm4vVideoProcessor(**sizes, size=size),
+        chat_template=GLM_TEMPLATE,
+    )
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "mrope_section": [1, 1, 1],
+        "partial_rotary_factor": 0.5,
+    }
+    config = Glm4vConfig(
+        text_config=_text(rope) | {"eos_token_id": 0},
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "intermediate_size": 56,
+            "out_hidden_size": 48,
+            "patch_size": 14,
+            "image_size": 70,
+        },
+        **{f"{kind}_token_id": vocabulary.convert_tokens_to_ids(f"<|{kind}|>") for kind in ("image", "video")},
+    )
+    return _save(folder, Glm4vForConditionalGeneration, config, processor, seed)
+
+
 FAMILIES = {
+    "glm4v": glm4v,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": lambda folder, **options: qwen3_vl(folder, moe=True, **options),

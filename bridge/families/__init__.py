@@ -22,6 +22,8 @@ from . import (
     glm4,
     glm4_moe,
     glm4_moe_lite,
+    glm4v_moe_text,
+    glm4v_text,
     gpt_oss,
     granite,
     granitemoe,
@@ -66,7 +68,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
-        hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
+        glm4v_text, glm4v_moe_text, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
     )
 )  # fmt: skip
 

@@ -35,44 +35,69 @@ REPLICATED_QKV = ShardingKind(None, _heads_together)
 
 
 def tower_mappings(
-    vision: Vision, *, attention: str, fc1: str, fc2: str, merger: dict[str, str], deep_merger: str = ""
+    vision: Vision,
+    *,
+    attention: str,
+    fc1: str,
+    fc2: str,
+    merger: dict[str, str],
+    deep_merger: str = "",
+    position_embeddings: str = "pos_embed",
 ) -> list[ParamMapping]:
     """Map a tower by its names in the checkpoint, under `visual.` and under `model.visual.`.
 
     attention: names of the fused query-key-value matrix and of the output projection, with {}. fc1, fc2: of the MLP's.
-    merger: names of the merger's `norm`, `fc1` and `fc2`. deep_merger: name of the mergers of `deep_layers`, {layer} is
-    their index.
+    merger: names of the merger's `norm`, `fc1` and `fc2`, and of the gated merger's `proj`. deep_merger: name of the
+    mergers of `deep_layers`, {layer} is their index.
     """
     gated = REPLICATED_GATE_UP if vision.gated else REPLICATED
+    merger_gated = REPLICATED_GATE_UP if vision.gated_merger_size else REPLICATED
+    merger_bias = not vision.gated_merger_size
     layers = tuple(range(vision.num_layers))
     mappings = [ParamMapping("patch_embed.proj.weight", TOWER + "patch_embed.weight", REPLICATED)]
     if vision.patch_bias:
         mappings.append(ParamMapping("patch_embed.proj.bias", TOWER + "patch_embed.bias", REPLICATED))
     if vision.grid_side:
-        mappings.append(ParamMapping("pos_embed.weight", TOWER + "position_embeddings.weight", REPLICATED))
+        table = TOWER + "position_embeddings.weight"
+        mappings.append(ParamMapping(position_embeddings + ".weight", table, REPLICATED))
 
-    def linear(hf: str, mcore: str, kind: ShardingKind = REPLICATED, layers: tuple[int, ...] | None = None) -> None:
-        for leaf in ("weight", "bias"):
+    def linear(
+        hf: str,
+        mcore: str,
+        kind: ShardingKind = REPLICATED,
+        layers: tuple[int, ...] | None = None,
+        *,
+        bias: bool = vision.layer_bias,
+    ) -> None:
+        for leaf in ("weight", "bias") if bias else ("weight",):
             mappings.append(ParamMapping(f"{hf}.{leaf}", f"{mcore}.{leaf}", kind, layers))
 
-    def norm(hf: str, mcore: str, layers: tuple[int, ...] | None = None) -> None:
+    def norm(hf: str, mcore: str, layers: tuple[int, ...] | None = None, *, kind: str = vision.normalization) -> None:
         mappings.append(ParamMapping(f"{hf}.weight", f"{mcore}.weight", REPLICATED, layers))
-        if vision.normalization == "LayerNorm":
+        if kind == "LayerNorm":
             mappings.append(ParamMapping(f"{hf}.bias", f"{mcore}.bias", REPLICATED, layers))
 
     norm("blocks.{layer}.norm1", LAYER + "norm1", layers)
     norm("blocks.{layer}.norm2", LAYER + "norm2", layers)
-    linear("blocks.{layer}." + attention.format("qkv"), LAYER + "linear_qkv", REPLICATED_QKV, layers)
+    qkv = "blocks.{layer}." + attention.format("qkv")
+    linear(qkv, LAYER + "linear_qkv", REPLICATED_QKV, layers, bias=vision.qkv_bias)
     linear("blocks.{layer}." + attention.format("proj"), LAYER + "linear_proj", layers=layers)
     linear("blocks.{layer}." + fc1, LAYER + "linear_fc1", gated, layers)
     linear("blocks.{layer}." + fc2, LAYER + "linear_fc2", layers=layers)
+    if vision.patch_norm:
+        norm("post_conv_layernorm", TOWER + "patch_norm")
+    if vision.gated_merger_size:
+        norm("post_layernorm", TOWER + "final_norm")
+        linear("downsample", TOWER + "downsample", bias=True)
+        linear(f"merger.{merger['proj']}", TOWER + "merger.linear_proj", bias=False)
     places: list[tuple[str, str, tuple[int, ...] | None]] = [("merger", "merger", None)]
     if vision.deep_layers:
         places.append((deep_merger + ".{layer}", "deep_mergers.{layer}", tuple(range(len(vision.deep_layers)))))
     for hf, mcore, indices in places:
-        norm(f"{hf}.{merger['norm']}", f"{TOWER}{mcore}.norm", indices)
-        linear(f"{hf}.{merger['fc1']}", f"{TOWER}{mcore}.linear_fc1", layers=indices)
-        linear(f"{hf}.{merger['fc2']}", f"{TOWER}{mcore}.linear_fc2", layers=indices)
+        kind = "LayerNorm" if vision.gated_merger_size else vision.normalization
+        norm(f"{hf}.{merger['norm']}", f"{TOWER}{mcore}.norm", indices, kind=kind)
+        linear(f"{hf}.{merger['fc1']}", f"{TOWER}{mcore}.linear_fc1", merger_gated, indices, bias=merger_bias)
+        linear(f"{hf}.{merger['fc2']}", f"{TOWER}{mcore}.linear_fc2", layers=indices, bias=merger_bias)
     return [replace(mapping, hf=prefix + mapping.hf) for prefix in ("visual.", "model.visual.") for mapping in mappings]
 
 

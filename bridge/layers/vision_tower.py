@@ -2,7 +2,7 @@
 
 Every rank holds all of it and encodes media of its own; see model/vision_features.py. One class covers the towers that
 `Vision` describes. Qwen2-VL: https://arxiv.org/abs/2409.12191, Qwen2.5-VL: https://arxiv.org/abs/2502.13923, Qwen3-VL:
-https://arxiv.org/abs/2511.21631.
+https://arxiv.org/abs/2511.21631, GLM-4.1V: https://arxiv.org/abs/2507.01006.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # shape cuBLAS and Transformer Engine search for a kernel, which takes longer than the kernel.
 SQUARES_STEP, LENGTH_STEP = 128, 1024
 
-TOWER_MODULES = "patch_embed", "position_embeddings", "layers"
+CUBIC_SLOPE = -0.75  # of the cubic kernel at distance 1, in torch's bicubic interpolation
+
+TOWER_MODULES = "patch_embed", "patch_norm", "position_embeddings", "layers", "final_norm", "downsample"
 MERGERS = "merger", "deep_mergers"
 
 
@@ -60,9 +62,9 @@ class PatchPlan:
     windows: Blocks | None
     patch_order: Tensor | None  # [patches] int64: from the processor's order to the tower's
     feature_order: Tensor | None  # [features] int64: from the tower's order back to the processor's
-    # Bilinear interpolation of the learned position embeddings: four rows for each patch, and their weights.
-    taps: Tensor | None  # [patches, 4] int64
-    tap_weights: Tensor | None  # [patches, 4] fp32
+    # Interpolation of the learned position embeddings: the rows for each patch, and their weights.
+    taps: Tensor | None  # [patches, 4 or 16] int64
+    tap_weights: Tensor | None  # [patches, 4 or 16] fp32
     padding: int = 0  # patches at the end that are of no medium, and a block by themselves
 
 
@@ -102,8 +104,9 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_st
         feature_order = (patch_order[:: side**2] // side**2).argsort()
         windows = _blocks([length for shape in shapes for length in shape], device)
     if vision.grid_side:
-        row_taps, row_weights = _interpolate(row, height, vision.grid_side)
-        column_taps, column_weights = _interpolate(column, width, vision.grid_side)
+        interpolate = _interpolate_cubic if vision.interpolation == "bicubic" else _interpolate
+        row_taps, row_weights = interpolate(row, height, vision.grid_side)
+        column_taps, column_weights = interpolate(column, width, vision.grid_side)
         taps = (row_taps.unsqueeze(2) * vision.grid_side + column_taps.unsqueeze(1)).flatten(1)
         tap_weights = (row_weights.unsqueeze(2) * column_weights.unsqueeze(1)).flatten(1)
 
@@ -139,6 +142,24 @@ def _interpolate(index: Tensor, size: Tensor, side: int) -> tuple[Tensor, Tensor
     taps = torch.stack((first, first + 1), dim=1).long().clamp(max=side - 1)
     second_weight = place - first
     return taps, torch.stack((1 - second_weight, second_weight), dim=1)
+
+
+def _interpolate_cubic(index: Tensor, size: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Return taps and weights of cubic convolution, as torch's grid_sample has them: [patches, 4] each.
+
+    index: of the patch on an axis of `size` patches, whose area is that of the table's `side` rows. Beyond its ends the
+    table repeats the last row.
+    """
+    place = (index.float() + 0.5) * side / size - 0.5
+    first = place.floor()
+    taps = torch.stack([first + offset for offset in range(-1, 3)], dim=1).long().clamp(0, side - 1)
+    share = place - first
+    far, near = CUBIC_SLOPE, CUBIC_SLOPE + 2
+    weights = [
+        ((far * x - 5 * far) * x + 8 * far) * x - 4 * far if is_far else (near * x - near - 1) * x * x + 1
+        for is_far, x in ((True, share + 1), (False, share), (False, 1 - share), (True, 2 - share))
+    ]
+    return taps, torch.stack(weights, dim=1)
 
 
 class Linear(nn.Linear):
@@ -235,9 +256,10 @@ class TowerLayer(nn.Module):
         linear = partial(Linear, dtype=config.params_dtype, device=device)
         self.num_heads, self.head_dim, self.gated = vision.num_heads, size // vision.num_heads, vision.gated
         self.activation = ACTIVATIONS[vision.activation]
-        self.has_tanh_gelu = vision.activation == "gelu_pytorch_tanh"
+        self.has_fused_gelu = vision.activation == "gelu_pytorch_tanh" and vision.layer_bias
         self.norm1, self.norm2 = (_norm(vision, size, config, device, has_residual=True) for _ in range(2))
-        self.linear_qkv = linear(size, 3 * size)
+        self.linear_qkv = linear(size, 3 * size, bias=vision.qkv_bias)
+        linear = partial(linear, bias=vision.layer_bias)
         self.linear_proj = linear(size, size)
         self.linear_fc1 = linear(size, 2 * ffn_size if vision.gated else ffn_size)
         self.linear_fc2 = linear(ffn_size, size)
@@ -257,7 +279,7 @@ class TowerLayer(nn.Module):
             gate, up = self.linear_fc1(x).chunk(2, dim=-1)
             return self.activation(gate) * up
         layer = self.linear_fc1
-        if self.has_tanh_gelu and x.is_cuda and not torch.is_grad_enabled() and type(layer) is Linear:
+        if self.has_fused_gelu and x.is_cuda and not torch.is_grad_enabled() and type(layer) is Linear:
             # cuBLAS applies the GELU to its sums. A backward pass would need them without it.
             return torch.ops.aten._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
         return self.activation(layer(x))
@@ -303,6 +325,39 @@ class Merger(nn.Module):
         return self.linear_fc2(F.gelu(self.linear_fc1(squares)))
 
 
+class GatedMerger(nn.Module):
+    """Projection, norm and gated MLP of the features of squares: x [features, output_size] -> the same shape."""
+
+    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device):
+        super().__init__()
+        assert vision.gated_merger_size
+        size = vision.output_size
+        linear = partial(Linear, bias=False, dtype=config.params_dtype, device=device)
+        self.activation = ACTIVATIONS[vision.activation]
+        self.linear_proj = linear(size, size)
+        self.norm = LayerNorm(size, eps=1e-5, dtype=config.params_dtype, device=device)
+        self.linear_fc1 = linear(size, 2 * vision.gated_merger_size)
+        self.linear_fc2 = linear(vision.gated_merger_size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.linear_fc1(F.gelu(self.norm(self.linear_proj(x)))).chunk(2, dim=-1)
+        return self.linear_fc2(self.activation(gate) * up)
+
+
+class Downsample(nn.Module):
+    """Convolution over squares of patches, computed as a matrix product: [patches, hidden] -> [features, output]."""
+
+    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device):
+        super().__init__()
+        shape = vision.output_size, vision.hidden_size, vision.merge_size, vision.merge_size
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(vision.output_size, dtype=config.params_dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.permute(0, 2, 3, 1).flatten(1)
+        return F.linear(x.view(-1, weight.shape[1]), weight, self.bias)
+
+
 class PatchEmbedding(nn.Module):
     """Projection of patches: a convolution whose stride is its kernel, computed as a matrix product."""
 
@@ -326,6 +381,7 @@ class VisionTower(nn.Module):
         super().__init__()
         self.vision_settings = vision
         self.patch_embed = PatchEmbedding(vision, config, device)
+        self.patch_norm = _norm(vision, vision.hidden_size, config, device) if vision.patch_norm else None
         self.position_embeddings = None
         if vision.grid_side:
             rows = vision.grid_side**2
@@ -336,15 +392,24 @@ class VisionTower(nn.Module):
             )
         attention = make_attention(vision, config)
         self.layers = nn.ModuleList(TowerLayer(vision, config, device, attention) for _ in range(vision.num_layers))
-        self.merger = Merger(vision, config, device)
+        self.final_norm = self.downsample = None
+        if vision.gated_merger_size:
+            self.final_norm = _norm(vision, vision.hidden_size, config, device)
+            self.downsample = Downsample(vision, config, device)
+            self.merger = GatedMerger(vision, config, device)
+        else:
+            self.merger = Merger(vision, config, device)
         self.deep_mergers = nn.ModuleList(Merger(vision, config, device, norms_square=True) for _ in vision.deep_layers)
 
     def encode(self, patches: Tensor, plan: PatchPlan) -> list[Tensor]:
-        """Return what the mergers take: the output of the last layer, then those of `deep_layers`.
+        """Return what the mergers take: the output of the last layer or `downsample`, then those of `deep_layers`.
 
-        patches [patches, channels * frames * side * side], normalized -> [patches + padding, hidden_size] each
+        patches [patches, channels * frames * side * side], normalized -> [patches + padding, hidden_size] each, or
+        [features + padding, output_size] of `downsample`
         """
         x = self.patch_embed(F.pad(patches, (0, 0, 0, plan.padding)) if plan.padding else patches)
+        if self.patch_norm is not None:
+            x = self.patch_norm(x)
         if self.position_embeddings is not None:
             assert plan.taps is not None
             assert plan.tap_weights is not None
@@ -358,6 +423,8 @@ class VisionTower(nn.Module):
             x = layer(x, plan, plan.full if is_full else plan.windows)
             if number in self.vision_settings.deep_layers:
                 states[number] = x
+        if self.final_norm is not None and self.downsample is not None:
+            x = self.downsample(self.final_norm(x))
         return [x, *(states[number] for number in self.vision_settings.deep_layers)]
 
     def merge(self, states: list[Tensor], plan: PatchPlan) -> Tensor:

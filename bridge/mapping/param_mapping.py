@@ -65,6 +65,8 @@ class Vision:
     """Vision tower: a transformer over patches of images and videos, and mergers to features of the language model.
 
     A merger concatenates the patches of a square of `merge_size` x `merge_size`, and is an MLP with one hidden layer.
+    With `gated_merger_size`, a norm and a convolution over each square end the tower, and the merger is a projection, a
+    norm and a gated MLP.
     """
 
     num_layers: int
@@ -82,12 +84,18 @@ class Vision:
     rope_base: float = 10000.0
     channels: int = 3
     patch_bias: bool = True
-    grid_side: int | None = None  # side of a grid of learned position embeddings, which is resampled bilinearly
+    qkv_bias: bool = True
+    layer_bias: bool = True  # of the other linear layers in the tower's layers
+    patch_norm: bool = False  # a norm on embedded patches, before position embeddings are added
+    grid_side: int | None = None  # side of a grid of learned position embeddings, which is resampled
+    # "bilinear": the ends of the grid are the first and the last patch; or "bicubic": the ends of their areas
+    interpolation: str = "bilinear"
     window: int | None = None  # side in pixels of the windows in which layers attend, except `full_layers`
     full_layers: tuple[int, ...] = ()
     # Layers whose outputs, through mergers of their own, are added to the outputs of the language model's first layers
     # (DeepStack, https://arxiv.org/abs/2406.04334).
     deep_layers: tuple[int, ...] = ()
+    gated_merger_size: int | None = None  # hidden size of the merger's gated MLP
 
 
 @dataclass(frozen=True)

@@ -163,11 +163,15 @@ class VisionFlops:
         hidden, square = vision.hidden_size, vision.merge_size**2
         matrices = 3 if vision.gated else 2
         patch = vision.channels * vision.temporal_patch_size * vision.patch_size**2 * hidden
-        merged = hidden * square
+        merged, output = hidden * square, vision.output_size
+        mergers = (1 + len(vision.deep_layers)) * merged * (merged + output)
+        if vision.gated_merger_size:  # behind a convolution over the patches of a square
+            patch += hidden * output
+            mergers = output * (output + 3 * vision.gated_merger_size)
         full = len(vision.full_layers) if vision.window else vision.num_layers
         return cls(
             layers=patch + vision.num_layers * (4 * hidden**2 + matrices * hidden * vision.ffn_hidden_size),
-            mergers=(1 + len(vision.deep_layers)) * merged * (merged + vision.output_size),
+            mergers=mergers,
             pair=4 * hidden,
             full_layers=full,
             window_layers=vision.num_layers - full,

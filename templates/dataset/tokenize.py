@@ -393,9 +393,10 @@ def place_media(ids: np.ndarray, media: Sequence[Medium], vision: VisionProcesso
     """Return the media of a document at their placeholders in its ids. Raises UnusableRow."""
     places = np.flatnonzero(np.isin(ids, vision.placeholder_ids)).tolist()
     if ids[places].tolist() != [vision.placeholder_id(medium.kind) for medium in media]:
+        literals = [part.repeated for part in (vision.family.image, vision.family.video) if part]
         raise UnusableRow(
             "its text has other placeholders than its images and videos: the chat template omits one of these, or "
-            "a message contains the literal <|image_pad|> or <|video_pad|>"
+            f"a message contains the literal {' or '.join(literals)}"
         )
     return tuple(
         PlacedMedium(place, number, vision.plan(medium), medium)

@@ -5,7 +5,20 @@ The processors of these families have one form, that of Qwen2-VL. To add such a 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+
+class Placeholder(NamedTuple):
+    """Tokens that stand for an image or a video: one that is repeated, between two that enclose it."""
+
+    start: str
+    repeated: str
+    end: str
+
+
+QWEN_IMAGE = Placeholder("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+QWEN_VIDEO = Placeholder("<|vision_start|>", "<|video_pad|>", "<|vision_end|>")
+GLM_IMAGE = Placeholder("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
 
 
 @dataclass(frozen=True)
@@ -16,13 +29,20 @@ class VisionFamily:
     has_timestamps: each patch of time of a video has its own block of tokens, behind its time as text; the limits of a
         video are those of all its frames together
     has_retrieval_prompts: embeddings and rerankers have the prompts of Qwen3-VL-Embedding and Qwen3-VL-Reranker
+    video: None: videos are not supported
+    counts_frames: the checkpoint's limits of an image count each of its pixels once for each frame of a patch of time,
+    and an image with a side below a visual token's grows first
     """
 
     norm_bbox: Literal["norm1000", "none"]
     has_timestamps: bool = False
     has_retrieval_prompts: bool = False
+    image: Placeholder = QWEN_IMAGE
+    video: Placeholder | None = QWEN_VIDEO
+    counts_frames: bool = False
 
 
+GLM = VisionFamily("norm1000", image=GLM_IMAGE, video=None, counts_frames=True)
 FAMILIES = {
     "qwen2_vl": VisionFamily("norm1000"),
     "qwen2_5_vl": VisionFamily("none"),
@@ -30,6 +50,9 @@ FAMILIES = {
     "qwen3_vl_moe": VisionFamily("norm1000", has_timestamps=True, has_retrieval_prompts=True),
     "qwen3_5": VisionFamily("norm1000", has_timestamps=True),
     "qwen3_5_moe": VisionFamily("norm1000", has_timestamps=True),
+    "glm4v": GLM,
+    "glm4v_moe": GLM,
+    "glm46v": GLM,
 }
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "temporal_patch_size", "tokens_per_second"

@@ -19,7 +19,7 @@ from ..formats.medium import MediaKind, Medium
 from ..formats.schemas import UnusableRow
 from ..options import MediaOptions
 from ..tokenizer import Tokenizer
-from .families import FAMILIES
+from .families import FAMILIES, QWEN_VIDEO
 from .feature_cache import FeatureFiles
 from .images import image_size, open_image
 from .limits import MediaLimits, requested_values, resolve_limits
@@ -72,6 +72,10 @@ class VisionProcessor:
             {**vars(processor), "size": {edge: processor.size[edge] for edge in ("shortest_edge", "longest_edge")}}
             for processor in (image, video)
         ]
+        if self.family.counts_frames:
+            size, frames = configs[0]["size"], self.temporal_patch_size
+            least, most = size["shortest_edge"], size["longest_edge"]
+            configs[0]["size"] = {"shortest_edge": -(-least // frames), "longest_edge": most // frames}
         for name in ("fps", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens"):
             configs[1][name] = getattr(video, name, None)
         self.limits = resolve_limits(
@@ -79,9 +83,10 @@ class VisionProcessor:
         )
         self.norm_bbox = options.norm_bbox or self.family.norm_bbox
         self.bbox_format = requested_values(options).get("QWENVL_BBOX_FORMAT", "legacy")
-        self.image_token_id, self.video_token_id = (
-            config.get(f"{kind}_token_id") or _token_id(tokenizer, f"<|{kind}_pad|>") for kind in ("image", "video")
-        )
+        self.image_token_id: int = config.get("image_token_id") or _token_id(tokenizer, self.family.image.repeated)
+        self.video_token_id: int | None = None
+        if video_placeholder := self.family.video:
+            self.video_token_id = config.get("video_token_id") or _token_id(tokenizer, video_placeholder.repeated)
         self._vision: Mapping[str, Any] = config.get("vision_config") or {}
         # Time between patches of time of a video in positions, per second. Qwen2-VL has none.
         self.tokens_per_second = self._vision.get("tokens_per_second", 4) if self.model_type == "qwen2_5_vl" else None
@@ -111,22 +116,33 @@ class VisionProcessor:
         return [self.model_type, *astuple(self.limits), *tokens, *sizes, *boxes, self.allow_private]
 
     def placeholder_id(self, kind: MediaKind) -> int:
-        return self.image_token_id if kind == "image" else self.video_token_id
+        """Return the token that stands for a medium. Raises UnusableRow if the model takes none of its kind."""
+        token = self.image_token_id if kind == "image" else self.video_token_id
+        if token is None:
+            raise UnusableRow(self._refusal(kind))
+        return token
+
+    def _refusal(self, kind: MediaKind) -> str:
+        return f"it has {kind}s, which are not supported with {self.model_type}"
 
     @property
     def placeholder_ids(self) -> list[int]:
         """Tokens that stand for images and videos."""
-        return [self.image_token_id, self.video_token_id]
+        return [token for token in (self.image_token_id, self.video_token_id) if token is not None]
 
     @cached_property
     def wrapper_ids(self) -> frozenset[int]:
         """Tokens directly around a placeholder, which belong to the medium."""
-        tokens = self._tokenizer.encode("<|vision_start|><|vision_end|>", add_special_tokens=False)
+        text = self.family.image.start + self.family.image.end
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)
         return frozenset(tokens) if len(tokens) == 2 else frozenset()
 
     def placeholder_text(self, kind: MediaKind) -> str:
-        """Return the text of a medium where there is no chat template: in pre-training."""
-        return f"<|vision_start|><|{kind}_pad|><|vision_end|>"
+        """Return the text of a medium where there is no chat template: in pre-training. Raises UnusableRow."""
+        placeholder = self.family.image if kind == "image" else self.family.video
+        if placeholder is None:
+            raise UnusableRow(self._refusal(kind))
+        return "".join(placeholder)
 
     def plan(self, medium: Medium) -> MediaPlan:
         """Return the size of an image or video, from its header. Raises UnusableRow with the reason."""
@@ -237,7 +253,9 @@ class VisionProcessor:
         return patches * (matrices + attention)
 
     def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
-        """Return the size of an image after resizing, as transformers' `smart_resize` of Qwen2-VL."""
+        """Return the size of an image after resizing, as transformers' `smart_resize` of Qwen2-VL or GLM-4V."""
+        if self.family.counts_frames:
+            height, width = self._grown(height, width)
         return self._smart_resize(1, 1, height, width, limits.min_pixels, limits.max_pixels, limits.max_ratio)
 
     def _resized_frame(self, frames: int, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
@@ -253,11 +271,16 @@ class VisionProcessor:
             most = max(min(limits.frame_max_pixels, most // frames), int(limits.video_min_pixels * 1.05)) * frames
         if frames < self.temporal_patch_size:
             raise UnusableRow(f"a video has fewer than {self.temporal_patch_size} frames")
-        if min(height, width) < self.factor:
-            scale = max(self.factor / height, self.factor / width)
-            height, width = int(height * scale), int(width * scale)
+        height, width = self._grown(height, width)
         time = round(frames / self.temporal_patch_size) * self.temporal_patch_size
         return self._smart_resize(frames, time, height, width, least, most, limits.max_ratio)
+
+    def _grown(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size at which no side is below that of a visual token."""
+        if min(height, width) >= self.factor:
+            return height, width
+        scale = max(self.factor / height, self.factor / width)
+        return int(height * scale), int(width * scale)
 
     def _smart_resize(
         self, frames: int, time: int, height: int, width: int, least: int, most: int, max_ratio: float
@@ -279,13 +302,9 @@ class VisionProcessor:
         size = self.temporal_patch_size
         indices = [*indices, *[indices[-1]] * (-len(indices) % size)]
         times = [(indices[i] / fps + indices[i + size - 1] / fps) / 2 for i in range(0, len(indices), size)]
-        tokens = grid[1] * grid[2] // self.merge_size**2
-        start, end = self._tokenizer.encode("<|vision_start|><|vision_end|>", add_special_tokens=False)
-        ids = [
-            token
-            for time in times
-            for token in (*self._timestamp(f"<{time:.1f} seconds>"), start, *[self.video_token_id] * tokens, end)
-        ]
+        start, end = self._tokenizer.encode(QWEN_VIDEO.start + QWEN_VIDEO.end, add_special_tokens=False)
+        visual = [start, *[self.placeholder_id("video")] * (grid[1] * grid[2] // self.merge_size**2), end]
+        ids = [token for time in times for token in (*self._timestamp(f"<{time:.1f} seconds>"), *visual)]
         return np.array(ids, np.int32)
 
     def _timestamp(self, text: str) -> list[int]:

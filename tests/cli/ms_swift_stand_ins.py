@@ -41,6 +41,8 @@ SAME_FAMILY: dict[str, tuple[str, dict]] = {
     "Qwen3.5-2B": ("Qwen3.5-0.8B", {}),
     "Qwen3.5-4B": ("Qwen3.5-27B", {}),
     "Qwen3.5-9B": ("Qwen3.5-27B", {}),
+    "GLM-4.6V-Flash": ("GLM-4.1V-9B-Thinking", {}),
+    "GLM-4.6V": ("GLM-4.5V", {}),
     "Moonlight-16B-A3B-Instruct": ("Moonlight-16B-A3B", {}),
     "MiniMax-M2.7": ("MiniMax-M2", {}),
 }
@@ -49,7 +51,6 @@ LACKING = {
     "Qwen3-Omni": ("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe", True),
     "Qwen2.5-Omni": ("Qwen2_5OmniModel", "qwen2_5_omni", True),
     "InternVL3_5": ("InternVLChatModel", "internvl_chat", True),
-    "GLM-4.6V": ("Glm4vForConditionalGeneration", "glm4v", True),
     "gemma-4": ("Gemma4ForConditionalGeneration", "gemma4", True),
     "DeepSeek-V4": ("DeepseekV4ForCausalLM", "deepseek_v4", False),
     "NVIDIA-Nemotron": ("NemotronHForCausalLM", "nemotron_h", False),

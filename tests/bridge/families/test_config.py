@@ -24,7 +24,12 @@ ASKED = {
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
 }
 # The config whose tie_word_embeddings counts, where it is not the text model's own.
-OUTER = {"qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl", "qwen3_vl_moe_text": "qwen3_vl_moe"}
+OUTER = {
+    "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen3_vl_text": "qwen3_vl",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
+    "glm4v_text": "glm4v",
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

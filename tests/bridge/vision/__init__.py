@@ -80,6 +80,35 @@ def qwen3_5_moe() -> Any:
     return Qwen3_5MoeConfig(text_config=text | DELTA | experts, vision_config=VISION35, **TOKENS)
 
 
+# The tower's MLPs are as wide as its output, and the merger's have another width. The grid of position embeddings is
+# smaller than some images.
+VISION_GLM = {
+    "depth": 3, "hidden_size": 24, "num_heads": 2, "intermediate_size": 36, "out_hidden_size": 48, "patch_size": 4,
+    "image_size": 20,
+}  # fmt: skip
+ROPE_GLM = ROPE | {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
+
+
+def glm4v() -> Any:
+    from transformers import Glm4vConfig
+
+    text = TEXT | {"hidden_size": 64, "rope_parameters": ROPE_GLM}
+    return Glm4vConfig(text_config=text, vision_config=VISION_GLM | {"out_hidden_size": 64}, image_token_id=IMAGE)
+
+
+def glm4v_moe() -> Any:
+    from transformers import Glm4vMoeConfig
+
+    experts = {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 1,
+        "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "head_dim": 16,
+    }  # fmt: skip
+    vision = VISION_GLM | {"attention_bias": True}
+    return Glm4vMoeConfig(
+        text_config=TEXT | experts | {"rope_parameters": ROPE_GLM}, vision_config=vision, image_token_id=IMAGE
+    )
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
@@ -87,6 +116,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_vl_moe": qwen3_vl_moe,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
+    "glm4v": glm4v,
+    "glm4v_moe": glm4v_moe,
 }
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

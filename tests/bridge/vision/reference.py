@@ -40,6 +40,7 @@ class MediaDocument:
     positions: Tensor  # [3, length]: transformers'
     grids: list[tuple[int, int, int]]
     places: list[int]  # first visual token of each medium
+    kinds: list[int]  # [length] 1: token of an image, 2: of a video
     pixels: list[Tensor]  # uint8 [patches, channels * frames * area], frames: 1 of an image
 
 
@@ -49,6 +50,7 @@ def documents(model: Any) -> list[list[MediaDocument]]:
 
 
 def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDocument:
+    is_glm = model.config.model_type.startswith("glm")  # the token of videos is that of images
     ids: list[int] = []
     kinds: list[int] = []
     grids, places, pixels = [], [], []
@@ -58,18 +60,20 @@ def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDo
             kinds += [0] * part
             continue
         time, height, width = part
+        if is_glm and time == 1 and any(isinstance(other, tuple) and other[0] > 1 for other in parts):
+            part = time, height, width = 2, height, width // 2  # its class takes no image beside a video
         frames = 1 if time == 1 else FRAMES
         tokens = height * width // MERGE**2
         blocks = [time * tokens] if not _splits_frames(model) else [tokens] * time
         places.append(len(ids) + 1)
         for block in blocks:
-            ids += [START, *[IMAGE if time == 1 else VIDEO] * block, END]
+            ids += [START, *[IMAGE if time == 1 or is_glm else VIDEO] * block, END]
             kinds += [0, *[1 if time == 1 else 2] * block, 0]
         grids.append(part)
         shape = time * height * width, CHANNELS * frames * PATCH**2
         pixels.append(torch.from_numpy(rng.integers(0, 256, shape).astype(np.uint8)))
     weights = (rng.random(len(ids)) < 0.7).astype(np.float32) * (np.array(kinds) == 0)
-    document = MediaDocument(np.array(ids), weights, torch.empty(0), grids, places, pixels)
+    document = MediaDocument(np.array(ids), weights, torch.empty(0), grids, places, kinds, pixels)
     positions, _ = model.model.get_rope_index(
         torch.tensor([ids]), torch.tensor([kinds], dtype=torch.int32), **_grids(document)
     )
@@ -78,7 +82,7 @@ def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDo
 
 
 def _splits_frames(model: Any) -> bool:
-    return model.config.model_type.startswith("qwen3")
+    return not model.config.model_type.startswith("qwen2")
 
 
 def _grids(document: MediaDocument) -> dict[str, Tensor | None]:
@@ -113,7 +117,7 @@ def run(model: Any, document: MediaDocument) -> Tensor:
     if videos:
         pixels["pixel_values_videos"] = torch.cat([_float_pixels(p) for p in videos])
     ids = torch.from_numpy(document.ids)[None]
-    kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    kinds = torch.tensor([document.kinds], dtype=torch.int32)
     output = model(ids, mm_token_type_ids=kinds, use_cache=False, **pixels, **_grids(document))
     return output.logits[0].log_softmax(-1)
 
@@ -138,7 +142,7 @@ def make(folder: Path, family: str) -> None:
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         noise = _noise(seed)
         with torch.no_grad():
-            for name, tensor in model.named_parameters():
+            for name, tensor in model.state_dict(keep_vars=True).items():
                 tensor.copy_(noise(*tensor.shape, mean=mean_of(model, name)))
         packs = documents(model)
         with routing_margins() as margins:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from megaswift.bridge.layers.vision_tower import TOWER_MODULES
 
 from tests.bridge.vision import LAYOUTS
 from tests.torchrun import torchrun
@@ -20,6 +21,12 @@ CASES = {
         "qwen2_5_vl",
         {"vision": {}, "whole": ["vision.patch_embed", "vision.layers", "vision.merger"]},
         "CP2",
+    ),
+    "gated merger": ("glm4v", {"vision": ALL}, "CP2"),
+    "whole tower behind norms": (
+        "glm4v",
+        {"vision": {}, "whole": [f"vision.{module}" for module in TOWER_MODULES]},
+        "TP2 SP",
     ),
 }  # fmt: skip
 pytestmark = pytest.mark.slow
@@ -45,5 +52,5 @@ def test_peft_gives_the_same_loss(case, tmp_path_factory):
     before = reference.mean_loss(model, packs)
     after = reference.mean_loss(PeftModel.from_pretrained(model, folder / "adapter"), packs)
     assert abs(after - before) > 1e-3
-    assert math.isclose(trained, after, rel_tol=2e-6)
-    assert math.isclose(loaded, after, rel_tol=2e-6)
+    assert math.isclose(trained, after, rel_tol=1e-5)
+    assert math.isclose(loaded, after, rel_tol=1e-5)

@@ -57,9 +57,38 @@ def test_positions_and_taps_equal_transformers(seed: int, side: int) -> None:
     assert_close(shares, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("settings", [{"grid_side": 5}, {"window": 56, "full_layers": (1,)}], ids=["taps", "windows"])
+@pytest.mark.parametrize("side", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_cubic_taps_equal_grid_sample(seed: int, side: int) -> None:
+    """Position embeddings as GLM-4V's class resamples them, of tables larger and smaller than the images."""
+    grids, table = random_grids(seed, side), torch.randn(7 * 7, 3)
+    plan = plan_patches(grids, make_vision(merge_size=side, grid_side=7, interpolation="bicubic"), torch.device("cpu"))
+    assert plan.taps is not None
+    assert plan.tap_weights is not None
+    sizes = grids[:, 1:].repeat_interleave(grids.prod(1), dim=0)
+    places = ((get_vision_position_ids(grids, side) + 0.5) / sizes * 2 - 1).flip(1)
+    planes = table.view(1, 7, 7, 3).permute(0, 3, 1, 2)
+    expected = torch.nn.functional.grid_sample(
+        planes, places[None, :, None], mode="bicubic", align_corners=False, padding_mode="border"
+    )
+    found = (table[plan.taps] * plan.tap_weights.unsqueeze(2)).sum(1)
+    assert_close(found, expected[0, :, :, 0].t(), atol=1e-5, rtol=0)
+
+
+GATED = {
+    "grid_side": 5, "interpolation": "bicubic", "patch_norm": True, "gated_merger_size": 40, "layer_bias": False,
+    "qkv_bias": False, "gated": True, "normalization": "RMSNorm", "activation": "silu",
+}  # fmt: skip
+SETTINGS = {
+    "taps": {"grid_side": 5, "deep_layers": (0,)},
+    "windows": {"window": 56, "full_layers": (1,), "deep_layers": (0,)},
+    "gated merger": GATED,
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_padding_changes_neither_features_nor_gradients(settings: dict) -> None:
-    vision = replace(make_vision(deep_layers=(0,), **settings), num_layers=3)
+    vision = replace(make_vision(**settings), num_layers=3)
     config = SimpleNamespace(params_dtype=torch.float64, attention_kernel="torch")
     torch.manual_seed(0)
     tower = VisionPart(vision, config, torch.device("cpu")).vision  # type: ignore[arg-type]

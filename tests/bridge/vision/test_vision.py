@@ -25,6 +25,8 @@ USUAL = {
     "qwen3_vl_moe": ("TP2 SP EP2",),
     "qwen3_5": ("TP2 SP",),
     "qwen3_5_moe": ("EP2",),
+    "glm4v": ("CP2",),
+    "glm4v_moe": ("TP2 SP EP2",),
 }
 Jobs = list[dict[str, Any]]
 pytestmark = pytest.mark.slow
@@ -120,6 +122,8 @@ def test_micro_batches_are_encoded_together_without_a_backward_pass(processes, l
         ("qwen3_vl", "one block for all images", ""),
         ("qwen2_5_vl", "window order kept", ""),
         ("qwen3_5", "axes of ropes swapped", ""),
+        ("glm4v", "axes of ropes swapped", ""),
+        ("glm4v", "position embeddings of the next row", ""),
     ],
 )
 def test_a_planted_fault_is_seen(family, fault, layout, folder_of):

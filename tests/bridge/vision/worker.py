@@ -277,6 +277,7 @@ FAULTS: dict[str, Any] = {
     "axes of ropes swapped": _swap_rope_axes,
     "window order kept": _patch_plan(lambda plan: replace(plan, feature_order=None)),
     "height and width swapped": _patch_plan(_swap_axes),
+    "position embeddings of the next row": _patch_plan(lambda plan: replace(plan, taps=plan.taps.roll(1, 0))),
     "one block for all images": _patch_plan(_join_blocks),
 }
 

@@ -38,6 +38,7 @@ def place(tmp_path_factory) -> Path:
     tiny_vision.qwen2_5_vl(place / "qwen2_5")
     tiny_vision.qwen3_vl(place / "moe", moe=True)
     tiny_vision.qwen3_5(place / "qwen3_5")
+    tiny_vision.glm4v(place / "glm4v")
     for number in range(9):
         tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place / f"{number}.png")
     write(place / "train.jsonl", [row(number) for number in range(STEPS * BATCH)])
@@ -87,7 +88,12 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
     processor = AutoProcessor.from_pretrained(place / model_folder)
     model = AutoModelForImageTextToText.from_pretrained(place / model_folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0)
-    header = processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    # A turn of GLM ends where the next one begins, with a token that its template does not write behind the last.
+    turn, end_token, added = ("<|im_start|>assistant\n", "<|im_end|>", "")
+    if model_folder == "glm4v":
+        turn, end_token, added = ("<|assistant|>\n", "<|user|>", "<|user|>")
+    header = processor.tokenizer(turn, add_special_tokens=False)["input_ids"]
+    end_id = processor.tokenizer.convert_tokens_to_ids(end_token)
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
     found = []
     for step in range(STEPS):
@@ -97,12 +103,12 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
             blocks = [{"type": "image"}] * question.count("<image>")
             blocks.append({"type": "text", "text": question.replace("<image>", "")})
             messages = [{"role": "user", "content": blocks}, {"role": "assistant", "content": answer}]
-            text = processor.apply_chat_template(messages, tokenize=False)
+            text = processor.apply_chat_template(messages, tokenize=False) + added
             pictures = [Image.open(place / name).convert("RGB") for name in example["images"]]
             inputs = processor(text=[text], images=pictures or None, return_tensors="pt")
             ids = inputs["input_ids"][0].tolist()
             start = max(i for i in range(len(ids)) if ids[i : i + len(header)] == header) + len(header)
-            end = max(i for i, token in enumerate(ids) if token == processor.tokenizer.eos_token_id) + 1
+            end = max(i for i, token in enumerate(ids) if token == end_id) + 1
             log_probs = model(**inputs).logits[0].log_softmax(-1)
             losses.append(-log_probs[start - 1 : end - 1].gather(1, torch.tensor(ids[start:end])[:, None]).sum())
             count += end - start
@@ -115,7 +121,7 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
     return found, dict(model.named_parameters())
 
 
-FURTHER = "qwen2_5", "qwen3_5"
+FURTHER = "qwen2_5", "qwen3_5", "glm4v"
 
 
 @pytest.mark.parametrize("model", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)])

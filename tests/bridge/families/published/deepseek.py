@@ -1,5 +1,6 @@
 """Models with DeepSeek's attention, or its experts."""
 
+from tests.bridge.families.published.dense import GLM_TOWER, GLM_TOWER_TENSORS
 from tests.bridge.families.published.model import FP8, Published
 
 
@@ -136,6 +137,20 @@ GLM_4_5_AIR = GLM_4_5 | {
     "num_hidden_layers": 46,
     "routed_scaling_factor": 1.0,
     "use_qk_norm": False,
+}
+GLM_4_5V = {
+    "architectures": ["Glm4vMoeForConditionalGeneration"],
+    "image_token_id": 151363,
+    "model_type": "glm4v_moe",
+    "text_config": {key: value for key, value in GLM_4_5_AIR.items() if key not in ("architectures", "use_qk_norm")}
+    | {
+        "max_position_embeddings": 65536,
+        "model_type": "glm4v_moe_text",
+        "rope_scaling": {"mrope_section": [8, 12, 12], "type": "default"},
+        "rope_theta": 10000.0,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": GLM_TOWER | {"intermediate_size": 10944, "model_type": "glm4v_moe"},
 }
 DOTS1 = {
     "architectures": ["Dots1ForCausalLM"],
@@ -280,5 +295,6 @@ MODELS = {
         ("model.layers.92.eh_proj.weight",),
     ),
     "GLM-4.5-Air": Published("glm4_moe", "106852251264", GLM_4_5_AIR, ("model.layers.46.eh_proj.weight",)),
+    "GLM-4.5V": Published("glm4v_moe_text", "106852251264", GLM_4_5V, GLM_TOWER_TENSORS),
     "dots.llm1.inst": Published("dots1", "142774381696", DOTS1),
 }

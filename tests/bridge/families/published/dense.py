@@ -22,6 +22,35 @@ GLM_4_9B = {
     "torch_dtype": "bfloat16",
     "vocab_size": 151552,
 }
+GLM_TOWER = {
+    "attention_bias": False,
+    "depth": 24,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "image_size": 336,
+    "in_channels": 3,
+    "intermediate_size": 13696,
+    "num_heads": 12,
+    "out_hidden_size": 4096,
+    "patch_size": 14,
+    "rms_norm_eps": 1e-05,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+GLM_TOWER_TENSORS = ("model.visual.downsample.weight", "model.visual.blocks.23.attn.qkv.weight")
+GLM_4_1V = {
+    "architectures": ["Glm4vForConditionalGeneration"],
+    "image_token_id": 151343,
+    "model_type": "glm4v",
+    "text_config": {key: value for key, value in GLM_4_9B.items() if key not in ("architectures", "head_dim")}
+    | {
+        "max_position_embeddings": 65536,
+        "model_type": "glm4v_text",
+        "rope_scaling": {"mrope_section": [8, 12, 12], "type": "default"},
+    },
+    "tie_word_embeddings": False,
+    "vision_config": GLM_TOWER | {"model_type": "glm4v"},
+}
 
 
 def _gemma3(hidden, inner, layers, heads, groups, window, **changes):
@@ -162,6 +191,7 @@ def _granite(**changes):
 
 MODELS = {
     "GLM-4-9B-0414": Published("glm4", "9400279040", GLM_4_9B),
+    "GLM-4.1V-9B-Thinking": Published("glm4v_text", "9400279040", GLM_4_1V, GLM_TOWER_TENSORS),
     "GLM-4-32B-0414": Published(
         "glm4",
         "32566081536",
