@@ -181,7 +181,8 @@ class Renderer:
     def _with_placeholders(self, text: str) -> str:
         if self.vision and has_sentinels(text):
             for kind, sentinel in SENTINELS.items():
-                text = text.replace(sentinel, self.vision.placeholder_text(kind))
+                if sentinel in text:
+                    text = text.replace(sentinel, self.vision.placeholder_text(kind))
         return text
 
     def _prompt_and_answer(self, row: JsonObject) -> tuple[Conversation, Conversation | None]:

@@ -1,6 +1,7 @@
 """Videos from files and lists of frames, beside transformers' processors."""
 
 import builtins
+import json
 import sys
 from pathlib import Path
 
@@ -182,3 +183,17 @@ def test_sizes_within_the_limits_of_variables(checkpoint, monkeypatch: pytest.Mo
     monkeypatch.setenv("VIDEO_TOTAL_PIXELS", str(8 * 3 * factor**2))
     # Two frames share a visual token. Qwen2.5-VL's limit is of the tokens, Qwen3-VL's of the frames.
     assert made.vision().plan(Medium("video", frames)).tokens <= 4 * (6 if family == "qwen2_5_vl" else 3)
+
+
+@pytest.mark.parametrize("stage", ["sft", "pt"])
+def test_a_model_without_videos_refuses_them(checkpoint, tmp_path: Path, stage: str) -> None:
+    picture(60, 60).save(tmp_path / "0.png")
+    answer = [] if stage == "pt" else [{"role": "assistant", "content": "red"}]
+    tags = {"videos": ("<video>", [[str(tmp_path / "0.png")] * 2]), "images": ("<image>", [str(tmp_path / "0.png")])}
+    for kind, (tag, media) in tags.items():
+        row = {"messages": [{"role": "assistant" if stage == "pt" else "user", "content": f"{tag}what"}, *answer]}
+        (tmp_path / f"{kind}.jsonl").write_text(json.dumps(row | {kind: media}) + "\n")
+    files = [str(tmp_path / f"{kind}.jsonl") for kind in tags]
+    prepared = checkpoint("glm4v").prepare(stage, dataset=files, dataset_shuffle=False)
+    assert len(prepared.train) == 1
+    assert "it has videos, which are not supported with glm4v" in str(prepared.report)
