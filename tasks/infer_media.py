@@ -100,8 +100,9 @@ def media_inputs(prompts: Sequence[EncodedPrompt], tokens: "Tensor", vision: Vis
     if not inputs:
         return {}
     kinds = torch.zeros_like(tokens, dtype=torch.int32)
-    for number, kind in enumerate(INPUTS, 1):  # transformers' numbers
-        kinds[tokens == vision.placeholder_id(kind)] = number
+    for number, (kind, (values, _)) in enumerate(INPUTS.items(), 1):  # transformers' numbers
+        if values in inputs:
+            kinds[tokens == vision.placeholder_id(kind)] = number
     return inputs | {"mm_token_type_ids": kinds}
 
 

@@ -18,13 +18,17 @@ CASES = {
     "DP2 LoRA beside the tower": (f"{LAYOUTS['DP2']} --tuner_type lora_llm {ALL}", False),
     "TP2, megatron-core's format": (f"{LAYOUTS['TP2']} {ALL} --save_safetensors false", False),
     "DP2, streamed": (f"{LAYOUTS['DP2']} {ALL} --streaming true", False),
+    "GLM-4V, CP2, megatron-core's format": (f"--context_parallel_size 2 {ALL} --save_safetensors false", False),
+    "Qwen3.5, TP2": (f"{LAYOUTS['TP2']} {ALL}", False),
 }
+MODELS = {"GLM-4V": "glm4v", "Qwen3.5": "qwen3_5"}  # by the beginning of a case's name; of the others Qwen3-VL
 
 
 @pytest.fixture(scope="module")
 def images(place: Path) -> Path:
     """Adds a vision-language model and rows with 0 to 3 images to the folder of the other tests."""
-    tiny_vision.qwen3_vl(place / "qwen3_vl")
+    for model in ("qwen3_vl", *MODELS.values()):
+        tiny_vision.FAMILIES[model](place / model)
     for number in range(9):
         tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place / f"{number}.png")
     rows = [
@@ -50,7 +54,7 @@ def test_killed_and_resumed(name, images):
         images,
         f"images {name}".replace(",", "").replace("'", ""),
         flags,
-        "qwen3_vl",
+        MODELS.get(name.partition(",")[0], "qwen3_vl"),
         steps=6,
         command="sft --dataset images.jsonl",
     )
