@@ -59,7 +59,7 @@ def load_config(folder: Path, *, flag: str = "--model") -> Any:
 def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", **settings: Any) -> Any:
     """Load transformers' `AutoModelFor<kind>` from a checkpoint folder, with `settings` for `from_pretrained`.
 
-    A causal model that exists only within a vision-language model is loaded as that.
+    A causal model is loaded with the vision tower, where a family here has that, or where no other class exists.
     Raises ValueError, naming `flag`, if the folder has no safetensors, if the model needs Python code of the folder, or
     for unexpected and missing tensors and mismatched shapes.
     """
@@ -127,7 +127,10 @@ def empty_model(config: Any, **settings: Any) -> Any:
 
 
 def _causal_class(config: Any) -> Any:
-    """Return AutoModelForCausalLM, or AutoModelForImageTextToText for a config that only it knows."""
+    """Return AutoModelForCausalLM, or AutoModelForImageTextToText for a config that only it knows.
+
+    Likewise for a model whose tower a family here has: AutoModelForCausalLM may build the text model alone (Qwen3.5).
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -135,8 +138,17 @@ def _causal_class(config: Any) -> Any:
     )
 
     kind = type(config)
-    is_vision_language = kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if is_vision_language else AutoModelForCausalLM
+    is_vision_language = kind not in MODEL_FOR_CAUSAL_LM_MAPPING or _has_tower(config.to_dict())
+    is_known = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if is_vision_language and is_known else AutoModelForCausalLM
+
+
+def _has_tower(hf_config: HfConfig) -> bool:
+    """Return whether a family here has the vision tower of a model."""
+    try:
+        return "vision_config" in hf_config and family_of(hf_config).vision is not None
+    except ValueError:
+        return False
 
 
 def _describe(hf_config: HfConfig) -> Architecture | None:

@@ -9,6 +9,7 @@ from tests.bridge.families.qwen3_next import DELTA, FAULTS, MEANS, STDS
 FP32 = (r"linear_attn\.(A_log|norm)",)
 MROPE = {"mrope_section": [1, 1, 0], "mrope_interleaved": True, **DELTA["rope_parameters"]}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 48}
+VISION |= {"patch_size": 4}
 DECAYS = {"decays and betas swapped": swapped("in_proj_a.", "in_proj_b.")}
 
 

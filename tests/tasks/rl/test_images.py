@@ -84,6 +84,14 @@ def test_engine_has_the_weights_of_each_step(trained: str, images: Place) -> Non
     assert (sent[0] > sent[1]) == (not trained)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["glm4v", "qwen3_5"])
+def test_engine_has_the_weights_of_other_towers(model: str, images: Place) -> None:
+    tiny_vision.FAMILIES[model](images.folder / model)
+    run = images.run(f"--model {model} --dataset images.jsonl {ALL} --steps_per_generation 1 --lr 3e-3 --beta 0")
+    assert max(row[f"{DIFFERENCE}/max"] for row in run.steps) < 1e-4
+
+
 def test_completions_of_a_prompt_share_its_images(images: Place) -> None:
     """A micro batch has all four completions of a prompt: two prompts a step."""
     run = images.run(f"{FLAGS} --beta 0 --micro_batch_size 4")

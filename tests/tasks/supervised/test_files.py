@@ -28,6 +28,8 @@ VISION_CLASSIFIERS = {
     "qwen2_5_vl_text": "Qwen2VLForSequenceClassification",
     "qwen3_vl_text": "Qwen3VLForSequenceClassification",
     "qwen3_vl_moe_text": "Qwen3VLMoeForSequenceClassification",
+    "glm4v_text": "Glm4vForSequenceClassification",
+    "glm4v_moe_text": "Glm4vMoeForSequenceClassification",
 }
 TEXTS = ["What is 7 + 15?", "A capital", "user assistant system", "é, and what BPE makes of it: twenty-two, or so"]
 
