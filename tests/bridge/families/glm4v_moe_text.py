@@ -10,7 +10,7 @@ from tests.bridge.families.qwen2_5_vl_text import without_tower
 def config(**changes):
     from transformers import Glm4vMoeConfig
 
-    rope = {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5, **ROPE}
+    rope = ROPE | {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
     text = SHARED | EXPERTS | {"rope_parameters": rope, "head_dim": 16} | changes
     return Glm4vMoeConfig(text_config=text, vision_config=VISION)
 

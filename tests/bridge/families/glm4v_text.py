@@ -14,7 +14,7 @@ VISION = {
     "patch_size": 4,
     "image_size": 24,
 }
-MROPE = {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5, **ROPE}
+MROPE = ROPE | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}
 
 
 def config(**changes):
