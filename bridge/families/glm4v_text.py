@@ -27,7 +27,7 @@ VISION_DEFAULTS: HfConfig = {
 
 
 def architecture(config: HfConfig) -> Architecture:
-    # transformers' class takes neither from config.json.
+    # transformers' class ignores head_dim and attention_bias.
     check_supported(config, {"head_dim": (config["hidden_size"] // config["num_attention_heads"],)})
     return beside_tower(glm4.architecture(config | {"attention_bias": True}), config)
 
@@ -61,6 +61,7 @@ def vision(hf_config: HfConfig) -> Vision:
         eps=config["rms_norm_eps"],
         gated=True,
         activation=config["hidden_act"],
+        rope_base=config["rope_base"],
         qkv_bias=config["attention_bias"],
         layer_bias=False,
         patch_norm=True,
@@ -91,6 +92,7 @@ FAMILY = Family(
     vision=vision,
     vision_mappings=vision_mappings,
     vlm_names=(add_language_model_prefix,),
+    limits=("head_dim other than hidden_size / num_attention_heads",),
     defaults=DEFAULTS
     | {
         "vocab_size": 151552,

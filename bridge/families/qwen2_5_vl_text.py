@@ -62,6 +62,7 @@ def vision(hf_config: HfConfig) -> Vision:
         "merge_size": config["spatial_merge_size"],
         "channels": config["in_channels"],
         "activation": config["hidden_act"],
+        "rope_base": config["rope_base"],
         "patch_bias": False,
     }
     if is_first:

@@ -46,6 +46,7 @@ def vision(hf_config: HfConfig) -> Vision:
         merge_size=config["spatial_merge_size"],
         channels=config["in_channels"],
         activation=config["hidden_act"],
+        rope_base=config["rope_base"],
         grid_side=int(config["num_position_embeddings"] ** 0.5),
         deep_layers=tuple(config["deepstack_visual_indexes"]),
     )

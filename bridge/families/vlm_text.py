@@ -35,9 +35,14 @@ def mrope_text_config(config: HfConfig) -> HfConfig:
 
 
 def vision_config(config: HfConfig, defaults: HfConfig) -> HfConfig:
-    """Return the vision tower's part of a config.json, with defaults for missing and null keys."""
+    """Return the vision tower's part of a config.json, with defaults for missing and null keys, and `rope_base`."""
     vision = config.get("vision_config") or {}
-    return vision | {key: default for key, default in defaults.items() if vision.get(key) is None}
+    rope_base = (vision.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+    return (
+        vision
+        | {"rope_base": rope_base}
+        | {key: default for key, default in defaults.items() if vision.get(key) is None}
+    )
 
 
 def add_language_model_prefix(name: str) -> str:

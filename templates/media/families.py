@@ -32,6 +32,7 @@ class VisionFamily:
     video: None: videos are not supported
     counts_frames: the checkpoint's limits of an image count each of its pixels once for each frame of a patch of time,
     and an image with a side below a visual token's grows first
+    tower_mlp: key of vision_config that has the width of the tower's MLPs
     """
 
     norm_bbox: Literal["norm1000", "none"]
@@ -40,9 +41,10 @@ class VisionFamily:
     image: Placeholder = QWEN_IMAGE
     video: Placeholder | None = QWEN_VIDEO
     counts_frames: bool = False
+    tower_mlp: str = "intermediate_size"
 
 
-GLM = VisionFamily("norm1000", image=GLM_IMAGE, video=None, counts_frames=True)
+GLM = VisionFamily("norm1000", image=GLM_IMAGE, video=None, counts_frames=True, tower_mlp="out_hidden_size")
 FAMILIES = {
     "qwen2_vl": VisionFamily("norm1000"),
     "qwen2_5_vl": VisionFamily("none"),

@@ -241,7 +241,7 @@ class VisionProcessor:
         """Return the relative time to encode a medium: products of matrices, and attention within frames or windows."""
         vision = self._vision
         depth, hidden = vision.get("depth", 32), vision.get("embed_dim") or vision.get("hidden_size", 1280)
-        inner = vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4))
+        inner = vision.get(self.family.tower_mlp) or int(hidden * vision.get("mlp_ratio", 4))
         time, height, width = grid
         frame, patches = height * width, time * height * width
         full_layers, window = depth, 0

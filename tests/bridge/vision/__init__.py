@@ -8,6 +8,7 @@ from tests.bridge.families import ACCOUNTED, CP, EP, LAYOUT, PP, ROPE, SHARED, S
 IMAGE, VIDEO, START, END = 250, 251, 252, 253  # token ids
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 TEXT = SHARED
+AXIAL = {"rope_type": "axial", "rope_theta": 50.0}  # of the towers
 
 
 def qwen2_vl() -> Any:
@@ -24,7 +25,7 @@ def qwen2_5_vl() -> Any:
     # Windows of 2 x 2 merged squares: images have several, and some that are cut off.
     vision = {
         "depth": 4, "hidden_size": 24, "num_heads": 2, "intermediate_size": 20, "out_hidden_size": 48, "patch_size": 4,
-        "window_size": 16, "fullatt_block_indexes": [1, 3],
+        "window_size": 16, "fullatt_block_indexes": [1, 3], "rope_parameters": AXIAL,
     }  # fmt: skip
     rope = ROPE | {"mrope_section": [2, 3, 1]}
     return Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **TOKENS)
@@ -32,7 +33,7 @@ def qwen2_5_vl() -> Any:
 
 VISION3 = {
     "depth": 4, "hidden_size": 24, "num_heads": 2, "intermediate_size": 36, "out_hidden_size": 48, "patch_size": 4,
-    "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1, 3],
+    "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1, 3], "rope_parameters": AXIAL,
 }  # fmt: skip
 ROPE3 = ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
@@ -84,7 +85,7 @@ def qwen3_5_moe() -> Any:
 # smaller than some images.
 VISION_GLM = {
     "depth": 3, "hidden_size": 24, "num_heads": 2, "intermediate_size": 36, "out_hidden_size": 48, "patch_size": 4,
-    "image_size": 20,
+    "image_size": 20, "rope_parameters": AXIAL,
 }  # fmt: skip
 ROPE_GLM = ROPE | {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
 

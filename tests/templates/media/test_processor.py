@@ -11,7 +11,7 @@ from megaswift.templates.dataset.samples import TokenizedSample
 
 from tests.tiny_vision import picture
 
-FAMILIES = "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"
+FAMILIES = "qwen2_5_vl", "qwen3_vl", "glm4v", pytest.param("qwen3_5", marks=pytest.mark.long)
 IMAGES_ONLY = ("glm4v",)
 ROWS = 200
 WORDS = ["what", "colour", "is", "the", "shape", "a", "red", "circle", "blue", "square", "sky", "picture"]
