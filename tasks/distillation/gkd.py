@@ -30,7 +30,7 @@ from ..rollout.engine_group import EngineGroup
 from ..rollout.eos import eos_token_ids
 from ..rollout.factory import ModelRollout, open_rollout
 from ..rollout.transformers_engine import TransformersEngine
-from ..run.context import Run, episode_plan, has_media
+from ..run.context import Run, episode_plan, has_media, has_videos
 from ..train.evaluation import evaluate_on
 from ..train.objective import Objective, StepRunner, forward_flops, grouping_of, means, no_flops
 from ..train.setup import train
@@ -46,20 +46,22 @@ def run(options: GkdOptions, sources: dict[str, str]) -> int:
 
 
 def check_answers(run: Run) -> None:
-    """Raise ValueError if the data has images or videos, and a server or an engine, which see none, has a part."""
+    """Raise ValueError if the data has images or videos that a server or an engine with a part does not see."""
     options = run.options
     assert isinstance(options, GkdOptions)
     if not has_media(run.data):
         return
-    problem = "the data has images or videos, which {} in this version"
-    if options.seq_kd:
-        raise ValueError(f"--seq_kd true: {problem.format('the teacher does not see as it generates')}. Remove it")
-    if options.rolls_out:
-        flag = f"--lmbda {options.lmbda:g}"
-        raise ValueError(f"{flag}: {problem.format('the student does not see as it generates')}. Set --lmbda 0")
     if options.teacher.teacher_model_server:
-        flag = f"--teacher_model_server {options.teacher.teacher_model_server}"
-        raise ValueError(f"{flag}: {problem.format('a server does not see')}. Set --teacher_model")
+        raise ValueError(
+            f"--teacher_model_server {options.teacher.teacher_model_server}: the data has images or videos, which a "
+            "server does not see in this version. Set --teacher_model"
+        )
+    if (options.seq_kd or options.rolls_out) and has_videos(run.data):
+        flag = "--seq_kd true" if options.seq_kd else f"--lmbda {options.lmbda:g}"
+        raise ValueError(
+            f"{flag}: the data has videos, and engines take images alone in this version. Remove the videos, or set "
+            "--lmbda 0 without --seq_kd"
+        )
 
 
 def make_gkd(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tuple[Objective, list[str]]:
@@ -90,6 +92,7 @@ class Gkd:
                 options.training.seed,
                 eos_ids=eos_ids,
                 vocab_size=model.architecture.vocab_size,
+                vision=run.vision,
             )
             self.notes.append(self.student.note)
         self.multi_turn = MultiTurn(run, options) if options.multi_turn.multi_turn_scheduler else None
@@ -113,6 +116,7 @@ class Gkd:
                 options.training.seed,
                 eos_ids=None,
                 vocab_size=self.teacher.vocab_size,
+                vision=run.vision,
             )
             self.notes.append("the teacher's completions: transformers, a copy of it in each process")
         self.sequences = Sequences([], [], [])  # of the latest micro batches
@@ -181,7 +185,7 @@ class Gkd:
                 episode.request_id = request_id
             turns(self.samplers[writer], prompts, episodes, self.metrics, phase)
         self.metrics.add_lengths(episodes)
-        return [((episode.tokens, episode.loss_mask), ()) for episode in episodes]
+        return [((episode.tokens, episode.loss_mask), episode.media) for episode in episodes]
 
     def batches(self, answers: Answers, *, off_policy: bool) -> list[Batch]:
         """Return micro batches of the documents. off_policy: not by the student; the documents' labels hold this."""

@@ -293,6 +293,11 @@ def has_media(data: Prepared) -> bool:
     return data.train.has_media or (data.val is not None and data.val.has_media)
 
 
+def has_videos(data: Prepared) -> bool:
+    """Return whether the data has videos; False for a stream."""
+    return any(store.media_counts()["video"] for store in (data.train, data.val) if isinstance(store, TokenStore))
+
+
 def most_images(data: Prepared) -> int:
     """Return the largest number of images of a sample; 0 for a stream."""
     return max((store.most_images for store in (data.train, data.val) if isinstance(store, TokenStore)), default=0)

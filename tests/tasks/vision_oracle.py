@@ -105,6 +105,15 @@ class Oracle:
         end = max(i for i, token in enumerate(ids) if token == self.processor.tokenizer.eos_token_id) + 1
         return self.model(**inputs).logits[0, start - 1 : end - 1], torch.tensor(ids[start:end])
 
+    def completion(self, prompt: dict[str, Tensor], ids: Tensor) -> Tensor:
+        """Logits of tokens after a prompt, the inputs of `conversation`: [tokens, vocabulary]."""
+        inputs, length = dict(prompt), prompt["input_ids"].shape[1]
+        added = ids[None]
+        for name, values in (("input_ids", added), ("attention_mask", added * 0 + 1), ("mm_token_type_ids", added * 0)):
+            if name in inputs:
+                inputs[name] = torch.cat([inputs[name], values], dim=1)
+        return self.model(**inputs).logits[0, length - 1 : -1]
+
     def log_prob(self, messages: list[dict[str, str]], images: Sequence[str]) -> Tensor:
         """Log-probability of the last message, with the token that ends it."""
         logits, ids = self.answer(messages, images)

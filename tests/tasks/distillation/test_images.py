@@ -1,4 +1,5 @@
-"""Distillation on answers to questions with images: TRL's divergence of transformers' logits, in several layouts."""
+"""Distillation on questions with images, with answers of the data and generated ones: TRL's divergence of
+transformers' logits, in several layouts."""
 
 from typing import Any
 
@@ -13,8 +14,9 @@ from tests.tasks.vision_oracle import ALL, BATCH, COUNTED, PICTURES, STEPS, Orac
 
 pytestmark = pytest.mark.slow
 BETA, TEMPERATURE, ALPHA = 0.3, 0.7, 0.4
+LENGTH = 8  # tokens of a generated answer at most
 NAMES = "loss", "grad_norm", "jsd", "nll_loss"
-FLAGS = f"--lmbda 0 --beta {BETA} --temperature {TEMPERATURE} --sft_alpha {ALPHA} --dataset rows.jsonl"
+FLAGS = f"--lmbda 0 --beta {BETA} --temperature {TEMPERATURE} --sft_alpha {ALPHA}"
 LAYOUTS = {
     "TP2": "--tensor_model_parallel_size 2",
     "TP2 SP": "--tensor_model_parallel_size 2 --sequence_parallel true",
@@ -49,34 +51,56 @@ def place(tmp_path_factory) -> Place:
     tiny_vision.qwen3_vl(folder / "moe", moe=True)
     tiny_vision.qwen3_vl(folder / "teacher_moe", moe=True, seed=1)
     place.write("rows.jsonl", ROWS)
+    place.write("frames.jsonl", [{"messages": ROWS[0]["messages"], "videos": [["0.png", "0.png"]]}] * BATCH)
     return place
 
 
 def distil(place: Place, flags: str = "", processes: int = 1, model: str = "qwen3", **more: Any) -> Any:
     micro = "" if "micro_batch_size" in flags else "--micro_batch_size 2"
     named = "" if "--teacher_model " in flags else "--teacher_model teacher"
-    return place.run(f"rlhf --rlhf_type gkd --model {model} {FLAGS} {micro} {named} {flags}", processes, **more)
+    data = "" if "--dataset" in flags else "--dataset rows.jsonl"
+    return place.run(f"rlhf --rlhf_type gkd --model {model} {FLAGS} {data} {micro} {named} {flags}", processes, **more)
 
 
-def by_hand(place: Place, name: str, *, trains_tower: bool = False) -> list[list[float]]:
+def by_hand(
+    place: Place, name: str, *, trains_tower: bool = False, alpha: float = ALPHA, writer: str = ""
+) -> list[list[float]]:
+    """The log of a run. writer: of the answers, by greedy decoding: student or teacher; "": the data's"""
     from trl.experimental.gkd import GKDTrainer
 
     student, frozen = (Oracle(place.folder / folder, place.folder) for folder in ("qwen3", name))
     student.model.model.visual.requires_grad_(trains_tower)
+    writers = {"student": student, "teacher": frozen}
+
+    def answers(row: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of student and teacher at the tokens of an answer, and these."""
+        if writer:
+            prompt = student.conversation(row["messages"][:1], row["images"], prompt=True)
+            ids = greedy(writers[writer].model, prompt)
+            logits, taught = (oracle.completion(prompt, ids) for oracle in (student, frozen))
+        else:
+            logits, ids = student.answer(row["messages"], row["images"])
+            taught, _ = frozen.answer(row["messages"], row["images"])
+        return logits, taught.detach(), ids
 
     def loss(rows: Any) -> tuple[Tensor, list[float]]:
         jsd, nll, tokens = torch.zeros(()), torch.zeros(()), 0
         for row in rows:
-            logits, ids = student.answer(row["messages"], row["images"])
-            with torch.no_grad():
-                taught, _ = frozen.answer(row["messages"], row["images"])
+            logits, taught, ids = answers(row)
             settings = {"beta": BETA, "temperature": TEMPERATURE, "reduction": "sum"}
             jsd = jsd + GKDTrainer.generalized_jsd_loss(logits, taught, **settings)
             nll = nll + torch.nn.functional.cross_entropy(logits, ids, reduction="sum")
             tokens += len(ids)
-        return (jsd + ALPHA * nll) / tokens, [(jsd / tokens).item(), (nll / tokens).item()]
+        metrics = [(jsd / tokens).item(), *([(nll / tokens).item()] if alpha else [])]
+        return (jsd + alpha * nll) / tokens, metrics
 
     return student.steps(ROWS, loss)
+
+
+def greedy(model: Any, prompt: dict[str, Tensor]) -> Tensor:
+    """The likeliest tokens after a prompt, by transformers."""
+    settings = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": model.config.text_config.eos_token_id}
+    return model.generate(**prompt, **settings, pad_token_id=0)[0, prompt["input_ids"].shape[1] :]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +112,36 @@ def test_steps_are_those_of_transformers(name: str, flags: str, place: Place) ->
     run = distil(place, f"--teacher_model {name} {flags}")
     expected = by_hand(place, name, trains_tower=bool(flags))
     torch.testing.assert_close(log(run, *NAMES), expected, rtol=2e-4, atol=1e-6)
+
+
+GREEDY = f"--use_vllm false --top_k 1 --max_completion_length {LENGTH} --teacher_model other"
+BY_STUDENT, BY_TEACHER = f"{GREEDY} --lmbda 1 --sft_alpha 0 {ALL}", f"{GREEDY} --seq_kd true"
+
+
+def test_answers_of_the_student(place: Place) -> None:
+    """With the weights of each step, those of its tower among them."""
+    run = distil(place, BY_STUDENT)
+    expected = by_hand(place, "other", trains_tower=True, alpha=0, writer="student")
+    torch.testing.assert_close(log(run, *NAMES[:3]), expected, rtol=2e-4, atol=1e-6)
+
+
+def test_answers_of_the_teacher(place: Place) -> None:
+    expected = by_hand(place, "other", writer="teacher")
+    torch.testing.assert_close(log(distil(place, BY_TEACHER), *NAMES), expected, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags", "names"),
+    [
+        pytest.param("TP2 SP", BY_STUDENT, NAMES[:3], id="student, TP2 SP"),
+        pytest.param("PP2", BY_STUDENT, NAMES[:3], id="student, PP2", marks=pytest.mark.long),
+        pytest.param("DP2", BY_TEACHER, NAMES, id="teacher, DP2", marks=pytest.mark.long),
+        pytest.param("CP2", BY_TEACHER, NAMES, id="teacher, CP2", marks=pytest.mark.long),
+    ],
+)
+def test_generated_answers_in_a_layout(layout: str, flags: str, names: tuple[str, ...], place: Place) -> None:
+    divided = log(distil(place, f"{LAYOUTS[layout]} {flags}", 2), *names)
+    torch.testing.assert_close(divided, log(distil(place, flags), *names), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +206,8 @@ def test_packed_and_with_the_likeliest_tokens(place: Place) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--lmbda 0.5 --use_vllm false", "--lmbda 0.5: the data has images or videos"),
-        ("--seq_kd true --use_vllm false", "--seq_kd true: the data has images or videos"),
+        ("--lmbda 0.5 --use_vllm false --dataset frames.jsonl", "--lmbda 0.5: the data has videos"),
+        ("--seq_kd true --use_vllm false --dataset frames.jsonl", "--seq_kd true: the data has videos"),
         ("--teacher_model text", "--teacher_model text"),
         ("--teacher_model qwen2_5", "--teacher_model qwen2_5: takes images in another form"),
     ],

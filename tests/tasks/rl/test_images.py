@@ -50,16 +50,12 @@ class Reference(upstream.Reference):
 
     def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
         oracle = next(oracle for oracle in self.oracles if oracle.model is model)
-        inputs = dict(oracle.conversation(row["messages"], row.get("images", []), prompt=True))
-        drawn = torch.tensor([row["completion_ids"]])
-        length = inputs["input_ids"].shape[1]
-        for name, added in (("input_ids", drawn), ("attention_mask", drawn * 0 + 1), ("mm_token_type_ids", drawn * 0)):
-            if name in inputs:
-                inputs[name] = torch.cat([inputs[name], added], dim=1)
-        logits = model(**inputs).logits[0, length - 1 : -1].float() / self.temperature
+        drawn = torch.tensor(row["completion_ids"])
+        prompt = oracle.conversation(row["messages"], row.get("images", []), prompt=True)
+        logits = oracle.completion(prompt, drawn).float() / self.temperature
         log_probs = logits.log_softmax(-1)
         entropies = -(log_probs.exp() * log_probs).sum(-1)
-        return log_probs.gather(1, drawn[0][:, None])[:, 0], entropies.detach()
+        return log_probs.gather(1, drawn[:, None])[:, 0], entropies.detach()
 
 
 def test_steps_are_those_of_trl(images: Place) -> None:
