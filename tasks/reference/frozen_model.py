@@ -42,7 +42,7 @@ def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapt
     folder, hf_config = open_source(run, source, typed_flag)
     inference = {"recompute_granularity": "none", "fp8_param_gather": False, "cpu_offloading": False}
     build_options = replace(run.options.build, **inference)
-    has_tower = run_on_all_ranks(lambda: _has_tower(run, hf_config, folder, typed_flag))
+    has_tower = run_on_all_ranks(lambda: builds_tower(run, hf_config, folder, typed_flag))
     model = run_on_all_ranks(
         lambda: build_model(hf_config, build_options, run.dtype, adapters=bool(adapters), vision=has_tower)
     )
@@ -61,8 +61,11 @@ def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapt
     return model, folder
 
 
-def _has_tower(run: Run, hf_config: JsonObject, folder: Path, typed_flag: str | None) -> bool:
-    """Return whether to build a model's vision tower. Raises ValueError if the data has images and there is none."""
+def builds_tower(run: Run, hf_config: JsonObject, folder: Path, typed_flag: str | None) -> bool:
+    """Return whether to build the tower of a model beside the trained one.
+
+    Raises ValueError if the data has images, and it has none, or one that takes other images.
+    """
     has_tower = vision.has_tower(folder, hf_config)
     if has_media(run.data) and not has_tower:
         raise ValueError(

@@ -9,12 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...bridge.checkpoint.safetensors_io import tensor_names
 from ...bridge.layers.packed_seqs import to_device
 from ...bridge.mapping.fp8 import load_as_bf16
 from ...bridge.model.build import build_model
 from ...bridge.model.model import Model
 from ...bridge.model.outputs import TokenValues
 from ...bridge.model.score_head import add_score_head, count_labels
+from ...bridge.model.trainable import freeze
+from ...bridge.model.vision_encoder import Normalization
+from ...bridge.options import TrainableOptions, VisionOptions
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import Sequences, ValueExtras
 from ...templates.json_types import JsonObject
@@ -22,7 +26,7 @@ from ..distributed.collectives import run_on_all_ranks
 from ..losses.value import value_losses
 from ..observability.flops import Flops
 from ..options import PpoOptions
-from ..reference.frozen_model import forward_only, open_source
+from ..reference.frozen_model import builds_tower, forward_only, open_source
 from ..rollout.factory import engine_kind
 from ..run.context import Run, episode_plan
 from ..run.load_weights import read_weights
@@ -31,7 +35,7 @@ from ..run.run_dir import STATE
 from ..train.objective import extras_of
 from ..train.step import AsyncScalars, NonFiniteError, StepResult, sum_over_ranks, train_step
 from ..train.trained_role import TrainedRole
-from .episode import Episode
+from .episode import Episode, media_of
 
 NAME = "critic"  # prefix of its flags, and its folder in a checkpoint's training state
 METRICS = "loss", "clip_ratio"
@@ -78,7 +82,8 @@ class Critic:
         """Record the value before each token of the episodes."""
         tokens, masks = [episode.tokens for episode in episodes], [episode.loss_mask for episode in episodes]
         with self.trained.entered():
-            values = self._role.label_values(Sequences(tokens, masks, [0.0] * len(tokens)), self._forward)
+            sequences = Sequences(tokens, masks, [0.0] * len(tokens), **media_of(episodes))
+            values = self._role.label_values(sequences, self._forward)
         for episode, values_of_episode in zip(episodes, values, strict=True):
             episode.values = values_of_episode
 
@@ -93,6 +98,7 @@ class Critic:
             [0.0] * len(episodes),
             values=[episode.values for episode in episodes if episode.values is not None],
             returns=[episode.returns for episode in episodes if episode.returns is not None],
+            **media_of(episodes),
         )
         with self.trained.entered():
             batches = self._plan.batches(sequences)
@@ -136,14 +142,29 @@ def _build(run: Run, options: PpoOptions) -> tuple[Model, JsonObject, Path, str]
     # Without dropout, as in TRL: the values of a batch must not differ between passes. The number of layers of
     # --cpu_offloading_num_layers is of the policy's stages.
     build_options = replace(run.options.build, attention_dropout=0.0, hidden_dropout=0.0, cpu_offloading=False)
-    model = run_on_all_ranks(lambda: build_model(hf_config, build_options, run.dtype))
+    has_tower = run_on_all_ranks(lambda: builds_tower(run, hf_config, folder, typed_flag))
+    model = run_on_all_ranks(lambda: build_model(hf_config, build_options, run.dtype, vision=has_tower))
     with load_as_bf16(model.chunks):
         run_on_all_ranks(lambda: read_weights(model, hf_config, folder, seed=options.training.seed))
     if count_labels(source_config) is None and model.chunks[-1].post_process:
         head: Any = model.chunks[-1].output_layer
         with torch.no_grad():
             head.weight.zero_()
+    _prepare_tower(run, model, hf_config, folder)
     return model, hf_config, folder, name
+
+
+def _prepare_tower(run: Run, model: Model, hf_config: JsonObject, folder: Path) -> None:
+    """Freeze the critic's vision tower as the policy's flags freeze theirs, if it has one."""
+    if model.vision is None:
+        return
+    if run.vision:
+        model.vision.normalization = Normalization(run.vision.mean, run.vision.std)
+    flags = run.vision_options
+    if flags.vit_gradient_checkpointing is not None:
+        model.vision.recomputes = flags.vit_gradient_checkpointing
+    vision = VisionOptions(freeze_vit=flags.freeze_vit, freeze_aligner=flags.freeze_aligner)
+    run_on_all_ranks(lambda: freeze(model, hf_config, TrainableOptions(), vision, names=tensor_names(folder)))
 
 
 def _source(run: Run, options: PpoOptions) -> tuple[dict[str, Any], str | None, str]:

@@ -13,10 +13,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 from ...templates.batching.prompt_dataloader import Prompts
+from ..observability.flops import Flops
 from ..options import PpoOptions
 from ..reference.reference_model import RolloutReference
 from ..run.context import Run
-from ..train.objective import Objective, StepRunner, forward_flops
+from ..train.objective import Objective, StepRunner, forward_flops, grids_of
 from ..train.restore import last_step
 from ..train.router_replay import check_replay
 from ..train.setup import train
@@ -53,8 +54,8 @@ class Ppo(Grpo):
 
     def objective(self) -> Objective:
         objective = super().objective()
-        passes = TRAINING_PASSES + 1 / self.options.sampling.num_iterations  # values: once per rollout batch
-        flops = partial(_add_critic, self.critic, passes, objective.extra_flops, self.groups)
+        value_passes = 1 / self.options.sampling.num_iterations  # once per rollout batch
+        flops = partial(_add_critic, self.critic.flops, value_passes, objective.extra_flops, self.groups)
         return replace(objective, role=self.critic.trained, extra_flops=flops)
 
     def train(self, trainer: StepRunner) -> None:
@@ -83,11 +84,18 @@ class Ppo(Grpo):
 
 
 def _add_critic(
-    critic: Critic,
-    passes: float,
+    critic: Flops,
+    value_passes: float,
     extra_flops: Callable[[list[Batch]], float],
     groups: ProcessGroupCollection,
     batches: list[Batch],
 ) -> float:
-    """Return the FLOPs of the critic's passes on a step's tokens, and of other models. passes: in forward passes"""
-    return extra_flops(batches) + passes * forward_flops(critic.flops, groups, batches)
+    """Return the FLOPs of the critic on a step's tokens and images, and of other models.
+
+    value_passes: forward passes beside those of training
+    """
+    flops = (TRAINING_PASSES + value_passes) * forward_flops(replace(critic, vision=None), groups, batches)
+    if critic.vision:
+        grids = grids_of(batches)
+        flops += critic.vision.training(grids) + value_passes * critic.vision.forward(grids)
+    return extra_flops(batches) + flops

@@ -104,7 +104,7 @@ class TrainerOffload:
             return
         self._training.optimizer.zero_grad()  # fp32 copies of gradients
         runtime.synchronize()
-        for storage in _storages_by_id(gradients(self._training.chunks)).values():
+        for storage in _storages_by_id(gradients(self._training.modules)).values():
             self._gradients.append((storage, storage.nbytes()))
             storage.resize_(0)
         if self._optimizer is not None:
@@ -132,15 +132,16 @@ class TrainerOffload:
 
 def weights(training: TrainState) -> Iterator[Tensor]:
     """Yield all parameters and buffers, and megatron-core's flat parameter buffers."""
-    for chunk in training.chunks:
-        yield from chunk.module.parameters()
-        yield from chunk.module.buffers()
-        yield from (buffer.param_data for buffer in _buffers(chunk) if buffer.param_data is not None)
+    for part in training.model.parts:
+        yield from part.parameters()
+        yield from part.buffers()
+    for module in training.modules:
+        yield from (buffer.param_data for buffer in _buffers(module) if buffer.param_data is not None)
 
 
-def gradients(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
-    for chunk in chunks:
-        yield from (buffer.grad_data for buffer in _buffers(chunk))
+def gradients(modules: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
+    for module in modules:
+        yield from (buffer.grad_data for buffer in _buffers(module))
 
 
 def optimizer_state(training: TrainState) -> Iterator[Tensor]:
@@ -156,8 +157,8 @@ def optimizer_state(training: TrainState) -> Iterator[Tensor]:
         yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in weight_storages)
 
 
-def _buffers(chunk: Any) -> list[Any]:
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+def _buffers(module: Any) -> list[Any]:
+    return [*module.buffers, *module.expert_parallel_buffers]
 
 
 def _storages_by_id(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -24,7 +24,7 @@ from ..run.resume import Resumed
 from ..run.roles import Role
 from ..run.run_dir import STATE
 from .offload import TrainerOffload
-from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
+from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism, wrap_tower
 from .step import TrainState
 from .train_state import load_optimizer, optimizer_numbers, rank_file, rank_tensors
 
@@ -54,9 +54,12 @@ class TrainedRole:
         optimizer_options = replace(options.optimizer, muon_lr=None, muon_min_lr=None, lorap_lr_ratio=None)
         with role.entered():
             chunks = wrap_for_data_parallelism(model, options.build)
-            optimizer = build_optimizer(model, chunks, optimizer_options, schedule)
+            tower = wrap_tower(model, options.build)
+            optimizer = build_optimizer(model, chunks, optimizer_options, schedule, tower=tower)
             scheduler = build_schedule(optimizer, schedule, options.optimizer.weight_decay, max_steps)
-            self.state = TrainState(model, chunks, optimizer, scheduler, options.optimizer.clip_grad)
+            self.state = TrainState(
+                model, chunks, optimizer, scheduler, options.optimizer.clip_grad, tower=tower and tower.module
+            )
             if role.run.resumed:
                 self._restore(role.run.resumed)
         self._offload = TrainerOffload(self.state, weights=True, optimizer=True) if offloads else None

@@ -107,12 +107,16 @@ class Oracle:
 
     def completion(self, prompt: dict[str, Tensor], ids: Tensor) -> Tensor:
         """Logits of tokens after a prompt, the inputs of `conversation`: [tokens, vocabulary]."""
-        inputs, length = dict(prompt), prompt["input_ids"].shape[1]
-        added = ids[None]
+        length = prompt["input_ids"].shape[1]
+        return self.model(**self.continued(prompt, ids)).logits[0, length - 1 : -1]
+
+    @staticmethod
+    def continued(prompt: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+        inputs, added = dict(prompt), ids[None]
         for name, values in (("input_ids", added), ("attention_mask", added * 0 + 1), ("mm_token_type_ids", added * 0)):
             if name in inputs:
                 inputs[name] = torch.cat([inputs[name], values], dim=1)
-        return self.model(**inputs).logits[0, length - 1 : -1]
+        return inputs
 
     def log_prob(self, messages: list[dict[str, str]], images: Sequence[str]) -> Tensor:
         """Log-probability of the last message, with the token that ends it."""

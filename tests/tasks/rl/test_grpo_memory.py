@@ -33,7 +33,7 @@ def note(self, state):
     training = self._training
     states = [state for part in chained_optimizers(training.optimizer) for state in part.optimizer.state.values()]
     optimizer = [tensor for state in states for tensor in state.values()]
-    found = {"weights": offload.weights(training), "gradients": offload.gradients(training.chunks)}
+    found = {"weights": offload.weights(training), "gradients": offload.gradients(training.modules)}
     row = {"state": state, "optimizer": there(optimizer)} | {name: there(list(each)) for name, each in found.items()}
     folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
     with (folder / f"noted-{dist.get_rank()}.jsonl").open("a") as file:

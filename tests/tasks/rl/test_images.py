@@ -2,60 +2,16 @@
 
 import base64
 import json
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from tests import tiny_vision
 from tests.tasks.distillation.test_teacher_server import teaching
 from tests.tasks.preference.runs import assert_close
-from tests.tasks.rl import upstream
+from tests.tasks.rl.images import FLAGS, Reference, question
 from tests.tasks.rl.runs import DIFFERENCE, Place, Trained, assert_same_steps, of_training
-from tests.tasks.vision_oracle import Oracle
+from tests.tasks.vision_oracle import ALL
 
 pytestmark = pytest.mark.slow
-ALL = "--freeze_vit false --freeze_aligner false"
-FLAGS = "--model vision --dataset images.jsonl"
-PICTURES = 6
-
-
-def question(number: int) -> dict[str, Any]:
-    """A prompt with no to three images, an answer in a column, and what rewards read."""
-    count = (number + 1) % 4
-    text = "what <image>" * count + "colour?"
-    images = [f"{(number + i) % PICTURES}.png" for i in range(count)]
-    return {"messages": [{"role": "user", "content": text}], "images": images, "goal": number, "solution": 5}
-
-
-@pytest.fixture(scope="module")
-def images(place: Place) -> Place:
-    """The place, with vision-language models and pictures."""
-    for name, seed in (("vision", 0), ("vision-other", 1)):
-        tiny_vision.qwen3_vl(place.folder / name, seed=seed)
-    for number in range(PICTURES):
-        tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place.folder / f"{number}.png")
-    rows = [question(number) for number in range(6)]
-    (place.folder / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return place
-
-
-class Reference(upstream.Reference):
-    """As the reference of texts; each completion passes through the model by itself, with its images."""
-
-    def __init__(self, place: Place, run: Trained):
-        self.oracles = [Oracle(place.folder / name, place.folder) for name in ("vision", "vision-other")]
-        super().__init__(place.folder / "vision", run, *(oracle.model for oracle in self.oracles))
-
-    def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
-        oracle = next(oracle for oracle in self.oracles if oracle.model is model)
-        drawn = torch.tensor(row["completion_ids"])
-        prompt = oracle.conversation(row["messages"], row.get("images", []), prompt=True)
-        logits = oracle.completion(prompt, drawn).float() / self.temperature
-        log_probs = logits.log_softmax(-1)
-        entropies = -(log_probs.exp() * log_probs).sum(-1)
-        return log_probs.gather(1, drawn[:, None])[:, 0], entropies.detach()
 
 
 def test_steps_are_those_of_trl(images: Place) -> None:
@@ -155,7 +111,6 @@ def named(completion_ids, images, goal, messages, **columns):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--rlhf_type ppo --num_generations 1", "--rlhf_type ppo: the data has images, which the critic does"),
         ("--reward_funcs waves --reward_model other", "--reward_model other: the data has images, which it does"),
     ],
 )

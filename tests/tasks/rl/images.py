@@ -1,0 +1,101 @@
+"""Prompts with images, tiny models for them, and transformers' numbers on the completions of a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests import tiny_vision
+from tests.tasks.rl import upstream
+from tests.tasks.rl.ppo_reference import Ppo, Settings
+from tests.tasks.rl.runs import Place, Trained
+from tests.tasks.vision_oracle import Oracle, save_with_head
+
+FLAGS = "--model vision --dataset images.jsonl"
+PICTURES = 6
+
+
+def question(number: int) -> dict[str, Any]:
+    """A prompt with no to three images, an answer in a column, and what rewards read."""
+    count = (number + 1) % 4
+    text = "what <image>" * count + "colour?"
+    images = [f"{(number + i) % PICTURES}.png" for i in range(count)]
+    return {"messages": [{"role": "user", "content": text}], "images": images, "goal": number, "solution": 5}
+
+
+def add_images(place: Place) -> Place:
+    """Add vision-language models, a critic (or reward model) and pictures to a place."""
+    for name, seed in (("vision", 0), ("vision-other", 1)):
+        tiny_vision.qwen3_vl(place.folder / name, seed=seed)
+    save_with_head(place.folder / "vision-other", place.folder / "vision-critic", 1)
+    for number in range(PICTURES):
+        tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place.folder / f"{number}.png")
+    rows = [question(number) for number in range(6)]
+    (place.folder / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+class Seen(upstream.Reference):
+    """As the reference of texts; each completion passes through the model by itself, with its images."""
+
+    oracles: list[Oracle]
+
+    def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
+        oracle = next(oracle for oracle in self.oracles if oracle.model is model)
+        drawn = torch.tensor(row["completion_ids"])
+        prompt = oracle.conversation(row["messages"], row.get("images", []), prompt=True)
+        logits = oracle.completion(prompt, drawn).float() / self.temperature
+        log_probs = logits.log_softmax(-1)
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        return log_probs.gather(1, drawn[:, None])[:, 0], entropies.detach()
+
+
+class Reference(Seen):
+    """GRPO of `vision` with the reference `vision-other`."""
+
+    def __init__(self, place: Place, run: Trained):
+        self.oracles = [Oracle(place.folder / name, place.folder) for name in ("vision", "vision-other")]
+        super().__init__(place.folder / "vision", run, *(oracle.model for oracle in self.oracles))
+
+
+class Scored(torch.nn.Module):
+    """A model of transformers with a head, as `save_with_head` writes it."""
+
+    def __init__(self, folder: Path, pictures: Path):
+        super().__init__()
+        self.oracle = Oracle(folder, pictures)
+        self.model = self.oracle.model
+        self.score = torch.nn.Parameter(load_file(folder / "model.safetensors")["score.weight"])
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    def values(self, row: dict) -> Tensor:
+        """Before each token of a completion."""
+        prompt = self.oracle.conversation(row["messages"], row.get("images", []), prompt=True)
+        inputs = self.oracle.continued(prompt, torch.tensor(row["completion_ids"]))
+        hidden = self.model.model(**inputs).last_hidden_state[0, prompt["input_ids"].shape[1] - 1 : -1]
+        return (hidden @ self.score.t())[:, 0]
+
+    def weights(self) -> dict[str, Tensor]:
+        """As files have them."""
+        state = {name: tensor for name, tensor in self.model.state_dict().items() if not name.startswith("lm_head")}
+        return upstream.as_filed(self.model, state) | {"score.weight": self.score.detach().clone()}
+
+
+class SeenPpo(Seen, Ppo):
+    """PPO of `vision` with the reference `vision-other` and a critic."""
+
+    def __init__(self, place: Place, run: Trained, settings: Settings, *, trains_tower: bool):
+        self.oracles = [Oracle(place.folder / name, place.folder) for name in ("vision", "vision-other")]
+        critic = Scored(place.folder / "vision-critic", place.folder)
+        policy, ref = (oracle.model for oracle in self.oracles)
+        for model in (policy, critic.model):
+            model.model.visual.requires_grad_(trains_tower)
+        Ppo.__init__(self, place.folder / "vision", run, policy, ref, critic, settings)
+
+    def values(self, rows: list[dict]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence([self.critic.values(row) for row in rows], batch_first=True)
