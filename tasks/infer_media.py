@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..bridge.checkpoint.pretrained import load_tokenizer
 from ..templates.dataset.placed_media import PlacedMedium, collapse
+from ..templates.dataset.transformers_inputs import transformers_inputs
 from ..templates.formats.media_rows import open_tags, to_media_conversation
-from ..templates.formats.medium import KINDS, MediaKind, Medium, to_tags
+from ..templates.formats.medium import KINDS, Medium, to_tags
 from ..templates.formats.schemas import UnusableRow
 from ..templates.json_types import Json, JsonObject
 from ..templates.media.families import FAMILIES
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .rollout.engine import Request
-
-INPUTS: dict[MediaKind, tuple[str, str]] = {
-    "image": ("pixel_values", "image_grid_thw"),
-    "video": ("pixel_values_videos", "video_grid_thw"),
-}
 
 
 @dataclass(frozen=True)
@@ -85,25 +81,8 @@ def media_inputs(prompts: Sequence[EncodedPrompt], tokens: "Tensor", vision: Vis
 
     tokens: int64 [prompts, longest]. Raises ValueError, naming row and file, for a medium that cannot be decoded.
     """
-    import torch
-
-    inputs: dict[str, Any] = {}
-    for kind, (values, grids) in INPUTS.items():
-        planned = [(prompt, placed) for prompt in prompts for placed in prompt.media if placed.plan.kind == kind]
-        if not planned:
-            continue
-        patches = np.concatenate([_decode(prompt, placed, vision) for prompt, placed in planned])
-        inputs[values] = vision.normalize(torch.from_numpy(patches), kind)
-        inputs[grids] = torch.tensor([placed.plan.grid for _, placed in planned])
-        if kind == "video" and (rate := vision.tokens_per_second) is not None:
-            inputs["second_per_grid_ts"] = torch.tensor([placed.plan.time_step / rate for _, placed in planned])
-    if not inputs:
-        return {}
-    kinds = torch.zeros_like(tokens, dtype=torch.int32)
-    for number, (kind, (values, _)) in enumerate(INPUTS.items(), 1):  # transformers' numbers
-        if values in inputs:
-            kinds[tokens == vision.placeholder_id(kind)] = number
-    return inputs | {"mm_token_type_ids": kinds}
+    media = [(placed, _decode(prompt, placed, vision)) for prompt in prompts for placed in prompt.media]
+    return transformers_inputs(media, tokens, vision)
 
 
 def _decode(prompt: EncodedPrompt, placed: PlacedMedium, vision: VisionProcessor) -> np.ndarray:

@@ -59,6 +59,7 @@ def load_config(folder: Path, *, flag: str = "--model") -> Any:
 def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", **settings: Any) -> Any:
     """Load transformers' `AutoModelFor<kind>` from a checkpoint folder, with `settings` for `from_pretrained`.
 
+    kind "": AutoModel, which has no output layer.
     A causal model is loaded with the vision tower, where a family here has that, or where no other class exists.
     Raises ValueError, naming `flag`, if the folder has no safetensors, if the model needs Python code of the folder, or
     for unexpected and missing tensors and mismatched shapes.
@@ -73,7 +74,11 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
     check_headers(folder)
     check_folder_names(folder, read_config(folder))
     config = load_config(folder, flag=flag)
-    auto = _causal_class(config) if kind == "CausalLM" else getattr(transformers, f"AutoModelFor{kind}")
+    auto = (
+        _causal_class(config)
+        if kind == "CausalLM"
+        else getattr(transformers, f"AutoModelFor{kind}" if kind else "AutoModel")
+    )
     try:
         with _quiet():
             model, report = auto.from_pretrained(

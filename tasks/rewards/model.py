@@ -36,18 +36,14 @@ class ModelReward:
         """Return the reward of each conversation. Raises ValueError if one exceeds the model's positions."""
         ids = [self._encode(conversation) for conversation in messages]
         rewards = [0.0] * len(ids)
-        for batch in _batches([len(tokens) for tokens in ids]):
+        for batch in length_batches([len(tokens) for tokens in ids]):
             for i, reward in zip(batch, self._forward([ids[i] for i in batch]).tolist(), strict=True):
                 rewards[i] = reward
         return rewards
 
     def _encode(self, conversation: list[JsonObject]) -> list[int]:
         ids = self._tokenizer.apply_chat_template(conversation, return_dict=True)["input_ids"]
-        max_length = getattr(self._text_config, "max_position_embeddings", None)
-        if max_length and len(ids) > max_length:
-            raise ValueError(
-                f"{self._flag}: it has {max_length} positions, and a conversation {len(ids)} tokens. Use shorter ones"
-            )
+        check_length(len(ids), getattr(self._text_config, "max_position_embeddings", None), self._flag)
         return ids
 
     @torch.inference_mode()
@@ -67,7 +63,13 @@ class ModelReward:
         return self._model(tokens, attention_mask=mask, use_cache=False).logits[:, 0].float()
 
 
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+def check_length(tokens: int, positions: int | None, flag: str) -> None:
+    """Raise ValueError for a conversation that exceeds the model's positions."""
+    if positions and tokens > positions:
+        raise ValueError(f"{flag}: it has {positions} positions, and a conversation {tokens} tokens. Use shorter ones")
+
+
+def length_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Yield indices of conversations with similar lengths, up to TOKENS with padding."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...templates.formats.medium import Medium
 from ...templates.json_types import JsonObject
 from ...templates.plural import plural
 from ..system.ms_swift_imports import ms_swift_imports
@@ -42,6 +43,7 @@ class RewardSample:
     finish_reason: str = "stop"  # "length": the completion was truncated
     prompt_id: str = ""
     request_id: str = ""
+    media: Sequence[Medium] = ()  # images of the prompt, in the order of the tags in its messages
 
     def __str__(self) -> str:
         return f"{self.row}, completion {self.completion[:200]!r}"
@@ -56,12 +58,16 @@ class TrainerState:
 
 
 class Reward:
-    """Reward function with its name. An async function keeps one event loop, so its sessions can stay open."""
+    """Reward function with its name. An async function keeps one event loop, so its sessions can stay open.
+
+    A function with the attribute `reads_samples` gets the samples themselves.
+    """
 
     def __init__(self, name: str, function: Callable):
         self.name, self.function = name, function
         self.file = file_of(function)
-        parameters = inspect.signature(function).parameters.values()
+        self._reads_samples = getattr(function, "reads_samples", False)
+        parameters = [] if self._reads_samples else inspect.signature(function).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._names = {p.name for p in keywords}
@@ -96,7 +102,7 @@ class Reward:
             return self._call(samples)
 
     def _call(self, samples: Sequence[RewardSample]) -> object:
-        result = self.function(**self._arguments(samples))
+        result = self.function(samples) if self._reads_samples else self.function(**self._arguments(samples))
         if not inspect.isawaitable(result):
             return result
         if self._loop is None or self._loop.is_running():  # a hanging call still runs in it

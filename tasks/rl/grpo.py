@@ -41,10 +41,9 @@ from .advantages import AdvantageEstimator
 from .async_rollout import AsyncRollout, RolloutBatch
 from .completion_text import CompletionTexts
 from .episode import Episode, as_bytes, from_bytes, from_tensors, sequences_of, to_tensors
-from .image_checks import check_data
 from .multi_turn import MultiTurn, Phase
 from .policy_loss import PolicyLoss
-from .reward_scorer import RewardScorer
+from .reward_scorer import RewardScorer, check_data
 from .rollout_metrics import (
     COMPLETIONS,
     RolloutMetrics,

@@ -23,7 +23,7 @@ from ..train.router_replay import check_replay
 from ..train.setup import train
 from .critic import TRAINING_PASSES, Critic
 from .grpo import Grpo, make_reference
-from .image_checks import check_data
+from .reward_scorer import check_data
 from .token_advantages import CriticAdvantageEstimator
 
 

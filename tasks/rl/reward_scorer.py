@@ -9,6 +9,7 @@ from ...bridge import runtime
 from ...bridge.checkpoint import hub
 from ...templates.formats.medium import media_columns
 from ...templates.json_types import JsonObject
+from ...templates.options import MediaOptions
 from ..distributed.collectives import broadcast_from_rank0, gloo_group, local_rank0_first, rank0_only
 from ..options import GrpoOptions
 from ..options.rewards import RewardOptions
@@ -17,8 +18,9 @@ from ..rewards.model import ModelReward
 from ..rewards.reward_fn import Reward, RewardSample, TrainerState
 from ..rewards.scoring import Scores, score
 from ..rewards.unscored import UnscoredMonitor, check_columns
+from ..rewards.vision_model import VisionModelReward, has_vision
 from ..rollout.health import notify
-from ..run.context import Run
+from ..run.context import Run, has_media
 from ..system.plugins import load_plugins
 from .episode import Episode
 
@@ -33,10 +35,7 @@ class RewardScorer:
     def __init__(self, run: Run, options: RewardOptions):
         self.tokenizer, self.timeout = run.tokenizer, options.reward_timeout
         self.weights = reward_weights(options)
-        folder = None
-        if options.reward_model:
-            reward_options = replace(run.options, model=options.reward_model, mcore_model=None)
-            folder = local_rank0_first(lambda: hub.source_folder(reward_options, None))
+        folder = _model_folder(run, options)
         self.columns = rank0_only(lambda: run.data.columns) or []
         self.rewards = rank0_only(lambda: self._load(run, folder))
         evaluates = run.options.training.eval_iters != 0
@@ -51,7 +50,7 @@ class RewardScorer:
         options = run.options
         assert isinstance(options, GrpoOptions)
         load_plugins(options.plugins.external_plugins)
-        return load_rewards(options.rewards, options, _model(model_folder))
+        return load_rewards(options.rewards, options, _model(model_folder, options.data))
 
     def __call__(self, episodes: Sequence[Episode]) -> None:
         """Set the rewards of the episodes; without reward functions (but a teacher) they stay 0.
@@ -84,6 +83,7 @@ class RewardScorer:
                     finish_reason=episode.finish_reason,
                     prompt_id=episode.prompt_id,
                     request_id=episode.request_id,
+                    media=[image.medium for image in episode.media if image.medium],
                 )
             )
         for reward in self.rewards or []:
@@ -99,8 +99,11 @@ def sources_of(episode: Episode) -> JsonObject:
     return media_columns((image.medium for image in episode.media if image.medium), lambda source: source)
 
 
-def check_reward_columns(run: Run) -> None:
-    """Raise ValueError on every rank if a reward function requires columns that no row has. Loads no model."""
+def check_data(run: Run) -> None:
+    """Raise ValueError on every rank for data that the rewards cannot use, before any model is loaded.
+
+    A reward function may require columns that no row has, and a reward model may have no tower for images.
+    """
     options = run.options
     assert isinstance(options, GrpoOptions)
 
@@ -110,7 +113,24 @@ def check_reward_columns(run: Run) -> None:
 
     if reward_weights(options.rewards):
         rank0_only(check)
+    folder = _model_folder(run, options.rewards)
+    if folder and has_media(run.data) and not has_vision(folder):
+        raise ValueError(
+            f"--reward_model {options.rewards.reward_model}: has no vision tower, and the data has images. Set a "
+            "reward model of a vision-language model"
+        )
 
 
-def _model(folder: Path | None) -> ModelReward | None:
-    return ModelReward(folder, runtime.device()) if folder else None
+def _model_folder(run: Run, options: RewardOptions) -> Path | None:
+    if not options.reward_model:
+        return None
+    reward_options = replace(run.options, model=options.reward_model, mcore_model=None)
+    return local_rank0_first(lambda: hub.source_folder(reward_options, None))
+
+
+def _model(folder: Path | None, options: MediaOptions) -> ModelReward | VisionModelReward | None:
+    if folder is None:
+        return None
+    if has_vision(folder):
+        return VisionModelReward(folder, runtime.device(), options)
+    return ModelReward(folder, runtime.device())

@@ -4,10 +4,11 @@ import base64
 import json
 
 import pytest
+import torch
 
 from tests.tasks.distillation.test_teacher_server import teaching
 from tests.tasks.preference.runs import assert_close
-from tests.tasks.rl.images import FLAGS, Reference, question
+from tests.tasks.rl.images import FLAGS, Reference, Scored, question
 from tests.tasks.rl.runs import DIFFERENCE, Place, Trained, assert_same_steps, of_training
 from tests.tasks.vision_oracle import ALL
 
@@ -108,11 +109,22 @@ def named(completion_ids, images, goal, messages, **columns):
 """
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--reward_funcs waves --reward_model other", "--reward_model other: the data has images, which it does"),
-    ],
-)
-def test_what_sees_no_images_is_refused(flags: str, message: str, images: Place) -> None:
-    assert message in images.megatron(images.line(f"{FLAGS} {flags}", "refused"), code=1)
+def test_a_reward_model_sees_the_images(images: Place) -> None:
+    """By itself each conversation has the logged reward, in transformers."""
+    run = images.run(f"{FLAGS} --beta 0 --reward_funcs waves --reward_model vision-critic")
+    scored = Scored(images.folder / "vision-critic", images.folder)
+    tokenizer = scored.oracle.processor.tokenizer
+    for row in run.completions:
+        text = tokenizer.decode(row["completion_ids"], skip_special_tokens=True)
+        messages = [*row["messages"], {"role": "assistant", "content": text}]
+        with torch.no_grad():
+            inputs = scored.oracle.conversation(messages, row.get("images", []))
+            expected = scored.score @ scored.oracle.last_hidden(inputs)
+        assert abs(row["rewards"]["reward_model"] - expected.item()) < 1e-4
+    rewards = [row["rewards"]["reward_model"] for row in run.completions]
+    assert max(rewards) - min(rewards) > 0.1
+
+
+def test_a_reward_model_without_a_tower_is_refused(images: Place) -> None:
+    line = images.line(f"{FLAGS} --reward_funcs waves --reward_model other", "refused")
+    assert "--reward_model other: has no vision tower, and the data has images" in images.megatron(line, code=1)
