@@ -74,11 +74,8 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
     check_headers(folder)
     check_folder_names(folder, read_config(folder))
     config = load_config(folder, flag=flag)
-    auto = (
-        _causal_class(config)
-        if kind == "CausalLM"
-        else getattr(transformers, f"AutoModelFor{kind}" if kind else "AutoModel")
-    )
+    name = f"AutoModelFor{kind}" if kind else "AutoModel"
+    auto = _causal_class(config) if kind == "CausalLM" else getattr(transformers, name)
     try:
         with _quiet():
             model, report = auto.from_pretrained(

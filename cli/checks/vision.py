@@ -12,6 +12,7 @@ from .lora import TRAINABLE_FLAGS
 from .model import HfConfig
 
 RATES = {"vit_lr": "freeze_vit", "aligner_lr": "freeze_aligner"}  # learning rate -> flag that freezes what it is for
+DEFAULT_OF = "'s default of "  # in sources of flags that stand for another system's default
 FREEZING = {"freeze_vit": "vision tower", "freeze_aligner": "mergers"}
 
 
@@ -72,6 +73,8 @@ def _requests(options: SftOptions) -> Iterator[str]:
 def _without_tower(options: SftOptions, reason: str, sources: Mapping[str, str]) -> Iterator[str]:
     for name in _requests(options):
         if name in FREEZING:
+            if DEFAULT_OF in sources.get(name, ""):  # no user has asked for it
+                continue
             yield f"{as_flag(name, options)} has no effect: {reason}."
             continue
         fix = "Set --tuner_type lora." if name == "tuner_type" else "Remove it."

@@ -84,6 +84,10 @@ def set_policy(keys: Keys, translation: Translation, *, sequence_parallel: bool)
         translation.set("sequence_parallel", is_sequence_parallel, source)
     elif key in keys and is_sequence_parallel:
         translation.note(keys, key, "needs tensor_model_parallel_size above 1, and changes no number without it")
+    key = "actor_rollout_ref.actor.freeze_vision_tower"
+    is_frozen = keys.boolean(key, False)
+    for flag in ("freeze_vit", "freeze_aligner"):
+        translation.set(flag, is_frozen, translation.source(keys, key))
     set_recomputation(keys.view(f"{POLICY}.override_transformer_config"), translation)
     for names, flag in (
         (("param_offload", "grad_offload"), "offload_model"),

@@ -155,8 +155,8 @@ LORA = (
     only("lora_A_init_method", "xavier", "kaiming", fix="PEFT's initialization is taken"),
     only("lora_B_init_method", "zero", fix="PEFT's initialization is taken"),
     only("a2a_experimental", False, fix="Remove it"),
-    needless("freeze_vision_model", "--freeze_vit freezes it"),
-    needless("freeze_vision_projection", "--freeze_aligner freezes it"),
+    needless("freeze_vision_model", "its weights beneath adapters are frozen"),
+    needless("freeze_vision_projection", "its weights beneath adapters are frozen"),
     needless("freeze_language_model", "its weights beneath adapters are frozen"),
 )
 MTP = (
@@ -319,7 +319,7 @@ ACTOR = (
     only("recompute_old_log_prob", True, fix="Old log-probabilities are always the trainer's"),
     needless("entropy_checkpointing", "entropies are computed in pieces"),
     needless("entropy_from_logits_with_chunking", "entropies are computed in pieces"),
-    only("freeze_vision_tower", False, fix="Give --freeze_vit and --freeze_aligner behind the file"),
+    computed("freeze_vision_tower", "freeze_vit", "freeze_aligner", text="left out false; the critic's too"),
     *REPLAY,
     same("checkpoint.async_save", "async_save"),
     *under("checkpoint", CHECKPOINT),

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+from megaswift.bridge.option_groups import compose
+from megaswift.cli.checks.vision import check_vision
 from megaswift.cli.flags import UsageError
+from megaswift.tasks.options import SftOptions
 
 from tests.cli import ms_swift_stand_ins as stand_ins
 from tests.cli.checks.test_checks import check
@@ -44,6 +47,9 @@ def test_flags_without_a_tower_that_ask_for_nothing(dense: Path) -> None:
         f"--freeze_vit false {reason}",
         f"--language_model_only true {reason}",
     ]
+    options = compose(SftOptions, freeze_vit=False)
+    for source, count in (("command line", 1), ("verl's default of actor_rollout_ref.actor.freeze_vision_tower", 0)):
+        assert len([*check_vision(options, {"model_type": "qwen3"}, {"freeze_vit": source})]) == count
 
 
 def test_flags_with_a_tower(seeing: Path) -> None:

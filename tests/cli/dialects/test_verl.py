@@ -49,6 +49,8 @@ def flags(*words: str, system: str = "verl") -> dict[str, Any]:
         ((f"{ACTOR}.use_kl_loss=true",), {"beta": 0.001, "kl_estimator": "k3", "kl_in_reward": None}),
         (("algorithm.use_kl_in_reward=true",), {"beta": 0.001, "kl_estimator": "k1", "kl_in_reward": True}),
         ((), {"beta": 0, "kl_estimator": None, "kl_in_reward": None}),
+        ((), {"freeze_vit": False, "freeze_aligner": False}),
+        ((f"{ACTOR}.freeze_vision_tower=true",), {"freeze_vit": True, "freeze_aligner": True}),
         ((f"{ACTOR}.clip_ratio=0.3",), {"epsilon": 0.3, "epsilon_high": 0.3, "delta": 3}),
         ((f"{ACTOR}.clip_ratio_high=0.5", f"{ACTOR}.clip_ratio_c=1.2"), {"dual_clip": 1.2, "delta": None}),
         (
