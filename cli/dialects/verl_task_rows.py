@@ -142,7 +142,7 @@ DATA = (
     needless("val_batch_size", "the engine gets all prompts of an evaluation"),
     needless("trust_remote_code", "no code of the hub is run"),
     only("image_key", "images", fix="Rename the column of images by --columns"),
-    needless("video_key", "rows with videos are left out"),
+    only("video_key", "videos", fix="Rename the column of videos by --columns"),
     needless("image_patch_size", "the checkpoint has it"),
     needless("processor.*", "the checkpoint has it"),
     needless("auto_repeat", "the data begin anew when they are used up"),

@@ -28,9 +28,9 @@ from ..rl.rollout_metrics import RolloutMetrics
 from ..rl.sampler import Sampler
 from ..rollout.engine_group import EngineGroup
 from ..rollout.eos import eos_token_ids
-from ..rollout.factory import ModelRollout, open_rollout
+from ..rollout.factory import ModelRollout, check_videos, open_rollout
 from ..rollout.transformers_engine import TransformersEngine
-from ..run.context import Run, episode_plan, has_media, has_videos
+from ..run.context import Run, episode_plan, has_media
 from ..train.evaluation import evaluate_on
 from ..train.objective import Objective, StepRunner, forward_flops, grouping_of, means, no_flops
 from ..train.setup import train
@@ -46,7 +46,7 @@ def run(options: GkdOptions, sources: dict[str, str]) -> int:
 
 
 def check_answers(run: Run) -> None:
-    """Raise ValueError if the data has images or videos that a server or an engine with a part does not see."""
+    """Raise ValueError if the data has images or videos that a server or engine of the run does not see."""
     options = run.options
     assert isinstance(options, GkdOptions)
     if not has_media(run.data):
@@ -56,12 +56,8 @@ def check_answers(run: Run) -> None:
             f"--teacher_model_server {options.teacher.teacher_model_server}: the data has images or videos, which a "
             "server does not see in this version. Set --teacher_model"
         )
-    if (options.seq_kd or options.rolls_out) and has_videos(run.data):
-        flag = "--seq_kd true" if options.seq_kd else f"--lmbda {options.lmbda:g}"
-        raise ValueError(
-            f"{flag}: the data has videos, and engines take images alone in this version. Remove the videos, or set "
-            "--lmbda 0 without --seq_kd"
-        )
+    if options.lmbda > 0:
+        check_videos(run, options.engine)
 
 
 def make_gkd(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tuple[Objective, list[str]]:

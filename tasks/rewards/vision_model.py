@@ -16,7 +16,7 @@ from ...templates.chat_template.chat import check_template
 from ...templates.dataset.placed_media import PlacedMedium, expand
 from ...templates.dataset.tokenize import place_media
 from ...templates.dataset.transformers_inputs import transformers_inputs
-from ...templates.formats.medium import IMAGE, Medium, to_blocks
+from ...templates.formats.medium import Medium, from_tags, has_sentinels, to_blocks
 from ...templates.formats.schemas import UnusableRow
 from ...templates.json_types import JsonObject
 from ...templates.media.processor import VisionProcessor
@@ -25,7 +25,6 @@ from .model import check_length, length_batches
 from .reward_fn import RewardSample
 
 HEAD = "score.weight"
-TAG = "<image>"
 
 
 def has_vision(folder: Path) -> bool:
@@ -114,6 +113,6 @@ class VisionModelReward:
 def _with_blocks(message: JsonObject) -> JsonObject:
     """Return a message of a prompt with content blocks in place of tags."""
     content = message.get("content")
-    if not isinstance(content, str) or TAG not in content:
+    if not isinstance(content, str) or not has_sentinels(text := from_tags(content)):
         return message
-    return message | {"content": to_blocks(content.replace(TAG, IMAGE))}
+    return message | {"content": to_blocks(text)}

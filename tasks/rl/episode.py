@@ -46,7 +46,7 @@ class Episode:
     returns: np.ndarray | None = None  # float32 [length]: what the critic learns
     advantages: np.ndarray | None = None  # float32 [length]: where tokens differ, in place of `advantage`
     experts: np.ndarray | None = None  # int16 [length, layers, topk]: for router replay; -1: the model's own choice
-    media: Sequence[PlacedMedium] = ()  # images of the prompt, placed in `tokens`
+    media: Sequence[PlacedMedium] = ()  # images and videos of the prompt, placed in `tokens`
 
     @classmethod
     def from_completion(cls, prompt: Prompt, group: int, completion: Completion, text: str) -> "Episode":

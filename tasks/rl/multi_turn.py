@@ -147,8 +147,8 @@ class MultiTurn:
             self._max_length - (len(ids) - len(prompt.tokens))
             for ids, ((prompt, _), _) in zip(tokens, continued, strict=True)
         ]
-        images = [episode.media for (_, episode), _ in continued]
-        completions = sampler.complete(tokens, limits, images)
+        media = [episode.media for (_, episode), _ in continued]
+        completions = sampler.complete(tokens, limits, media)
         texts = self.texts([episode.columns for (_, episode), _ in continued], tokens, completions)
         for ((_, episode), next_turn), completion, text in zip(continued, completions, texts, strict=True):
             episode.append_turn(next_turn.messages, next_turn.tokens, completion, text)

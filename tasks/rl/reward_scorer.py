@@ -19,6 +19,7 @@ from ..rewards.reward_fn import Reward, RewardSample, TrainerState
 from ..rewards.scoring import Scores, score
 from ..rewards.unscored import UnscoredMonitor, check_columns
 from ..rewards.vision_model import VisionModelReward, has_vision
+from ..rollout.factory import check_videos
 from ..rollout.health import notify
 from ..run.context import Run, has_media
 from ..system.plugins import load_plugins
@@ -95,14 +96,15 @@ class RewardScorer:
 
 
 def sources_of(episode: Episode) -> JsonObject:
-    """Return the column `images` of an episode with images, as its row has them: also those that are data."""
+    """Return the columns `images` and `videos` of an episode, as its row has them: also those that are data."""
     return media_columns((image.medium for image in episode.media if image.medium), lambda source: source)
 
 
 def check_data(run: Run) -> None:
-    """Raise ValueError on every rank for data that the rewards cannot use, before any model is loaded.
+    """Raise ValueError on every rank for data that rewards or engines cannot use, before any model is loaded.
 
-    A reward function may require columns that no row has, and a reward model may have no tower for images.
+    A reward function may require columns that no row has, a reward model may have no tower for images, and an engine
+    may take no videos.
     """
     options = run.options
     assert isinstance(options, GrpoOptions)
@@ -113,6 +115,7 @@ def check_data(run: Run) -> None:
 
     if reward_weights(options.rewards):
         rank0_only(check)
+    check_videos(run, options.engine)
     folder = _model_folder(run, options.rewards)
     if folder and has_media(run.data) and not has_vision(folder):
         raise ValueError(

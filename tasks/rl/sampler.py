@@ -8,11 +8,13 @@ import numpy as np
 
 from ...templates.batching.prompt_dataloader import Prompt
 from ...templates.dataset.placed_media import PlacedMedium, collapse
+from ...templates.formats.medium import MediaKind
 from ...templates.media.processor import VisionProcessor
 from ..options.groups import CompletionOptions, SamplingOptions
 from ..rollout.engine import Completion, Request, Sampling
 from ..rollout.engine_group import EngineGroup
 from ..rollout.request_image import training_image
+from ..rollout.request_video import RequestVideo
 from ..run.vocabulary import check_tokens
 
 
@@ -34,7 +36,7 @@ class Sampler:
         experts: bool = False,
         vision: VisionProcessor | None = None,
     ):
-        """vision: processor of the prompts' images; None: they have none"""
+        """vision: processor of the prompts' images and videos; None: they have none"""
         self.rollout, self.seed, self.vocab_size, self.vision = rollout, seed, vocab_size, vision
         self.sampling = Sampling(
             options.temperature,
@@ -68,17 +70,17 @@ class Sampler:
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Completion]:
         """Return one completion of each prompt."""
-        return self.complete([prompt.tokens for prompt in prompts], images=[prompt.media for prompt in prompts])
+        return self.complete([prompt.tokens for prompt in prompts], media=[prompt.media for prompt in prompts])
 
     def complete(
         self,
         tokens: Sequence[list[int]],
         limits: Sequence[int] | None = None,
-        images: Sequence[Sequence[PlacedMedium]] = (),
+        media: Sequence[Sequence[PlacedMedium]] = (),
     ) -> list[Completion]:
         """Return one completion of each tokenized prompt.
 
-        `limits`: maximal lengths, if below --max_completion_length. `images`: of each prompt; () without any. Raises
+        `limits`: maximal lengths, if below --max_completion_length. `media`: of each prompt; () without any. Raises
         ValueError for a token outside the vocabulary.
         """
         check_tokens(max((max(ids) for ids in tokens if len(ids)), default=0), self.vocab_size)
@@ -86,8 +88,8 @@ class Sampler:
         self.num_sampled += len(tokens)
         max_lengths = limits or [None] * len(tokens)
         requests = [Request(ids, int(seed), limit) for ids, seed, limit in zip(tokens, seeds, max_lengths, strict=True)]
-        if any(images):
-            requests = self._with_images(requests, images)
+        if any(media):
+            requests = self._with_media(requests, media)
         completions = self.rollout.generate(requests, self.sampling)
         if self.sampling.experts and any(completion.experts is None for completion in completions):
             raise RuntimeError(
@@ -96,16 +98,27 @@ class Sampler:
             )
         return completions
 
-    def _with_images(self, requests: Sequence[Request], images: Sequence[Sequence[PlacedMedium]]) -> list[Request]:
-        """Return requests with their images, which completions of a prompt share, and one placeholder for each."""
-        assert self.vision is not None
-        shared = {id(image.medium): training_image(image, self.vision) for placed in images for image in placed}
+    def _with_media(self, requests: Sequence[Request], media: Sequence[Sequence[PlacedMedium]]) -> list[Request]:
+        """Return requests with their media, which completions of a prompt share, and one placeholder for each image."""
+        vision = self.vision
+        assert vision is not None
+        images = {
+            id(image.medium): training_image(image, vision) for placed in media for image in _of_kind(placed, "image")
+        }
+        videos = {
+            id(video.medium): RequestVideo(video, vision) for placed in media for video in _of_kind(placed, "video")
+        }
         return [
             replace(
                 request,
-                tokens=collapse(request.tokens, placed),
-                images=[shared[id(image.medium)] for image in placed],
+                tokens=collapse(request.tokens, _of_kind(placed, "image")),
+                images=[images[id(image.medium)] for image in _of_kind(placed, "image")],
                 prompt_length=len(request.tokens),
+                videos=[videos[id(video.medium)] for video in _of_kind(placed, "video")],
             )
-            for request, placed in zip(requests, images, strict=True)
+            for request, placed in zip(requests, media, strict=True)
         ]
+
+
+def _of_kind(media: Sequence[PlacedMedium], kind: MediaKind) -> list[PlacedMedium]:
+    return [placed for placed in media if placed.plan.kind == kind]

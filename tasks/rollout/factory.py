@@ -15,7 +15,7 @@ from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
 from ..distributed.collectives import rank0_only, run_on_all_ranks
 from ..options.rollout import EngineOptions
-from ..run.context import Run, has_media, most_images
+from ..run.context import Run, has_media, has_videos, most_images
 from ..system.memory import used_gib
 from ..train.offload import HostBuffer, TrainerOffload, free_memory
 from ..train.step import TrainState
@@ -144,6 +144,17 @@ def engine_kind(options: EngineOptions) -> str:
     is_installed = importlib.util.find_spec("vllm") is not None
     uses_vllm = is_installed if options.use_vllm is None else options.use_vllm
     return "vllm" if uses_vllm or options.vllm_mode == "colocate" else "transformers"
+
+
+def check_videos(run: Run, options: EngineOptions) -> None:
+    """Raise ValueError if the data has videos, which vLLM does not take in this version."""
+    kind = engine_kind(options)
+    if has_videos(run.data) and kind != "transformers":
+        flag = "--vllm_mode server" if kind == "server" else "--use_vllm true"
+        raise ValueError(
+            f"{flag}: the data has videos, and vLLM takes images alone in this version. Set --use_vllm false, which "
+            "generates with transformers, or remove the videos"
+        )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerB
 
 from ...bridge import runtime
 from ...bridge.checkpoint.pretrained import load_tokenizer
+from ...templates.dataset.transformers_inputs import transformers_inputs
 from .engine import Cancelled, Completion, Request, Sampling, TopLogProbs
 from .eos import eos_token_ids
 from .hf_replica import Replica
@@ -43,8 +44,8 @@ class TransformersEngine:
         self, requests: Sequence[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None = None
     ) -> list[Completion]:
         """Generate as `ScoringEngine`. Raises RuntimeError while weights are missing."""
-        has_images = any(request.images for request in requests)
-        if missing := self.replica.missing(for_images=has_images):
+        has_media = any(request.images or request.videos for request in requests)
+        if missing := self.replica.missing(for_images=has_media):
             raise RuntimeError(f"{len(missing)} weights of the engine have not arrived yet, such as {missing[0]}")
         lengths = [request.prompt_length or len(request.tokens) for request in requests]
         order = sorted(range(len(requests)), key=lengths.__getitem__)  # neighbours need little padding
@@ -107,6 +108,8 @@ class TransformersEngine:
         tokens, mask = left_pad(prompts, 0)  # padding is masked, so any token id works
         if media:
             media["mm_token_type_ids"] = (tokens == self._image_inputs.token_id).int()
+        if videos := [video for request in requests for video in request.videos]:
+            media |= transformers_inputs([(video.placed, video.patches) for video in videos], tokens, videos[0].vision)
         prompt_length = tokens.shape[1]
         sampler = _Sampler(requests, sampling, prompt_length, mask.to(self.device))
         ends = self.eos_ids if sampling.ends is None else set(sampling.ends)

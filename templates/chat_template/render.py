@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..formats.dataset_names import resolve_text
-from ..formats.media_rows import NO_VIDEOS, to_media_conversation, to_media_text
+from ..formats.media_rows import to_media_conversation, to_media_text
 from ..formats.medium import SENTINELS, Medium, has_sentinels, media_columns, source_name, to_tags
 from ..formats.paired_media_rows import (
     to_classified,
@@ -190,8 +190,6 @@ class Renderer:
         answered = None
         if self.vision and self.stage == "prompts":
             prompt, objects = to_media_question(row)
-            if any(medium.kind == "video" for medium in prompt.media):
-                raise UnusableRow(NO_VIDEOS)
             if objects:
                 name_objects(prompt, objects, self.vision)
         elif self.vision:

@@ -56,18 +56,31 @@ def concatenated_media(lengths: Iterable[int], media: Iterable[Sequence[PlacedMe
     ]
 
 
-def media_to_json(images: Iterable[PlacedMedium]) -> list[Json]:
-    """Return the images of a document as JSON, with their sources."""
+def media_to_json(media: Iterable[PlacedMedium]) -> list[Json]:
+    """Return the media of a document as JSON, with their sources."""
     return [
-        [image.place, image.number, list(image.plan.grid), image.plan.tokens, json_source(medium.source), medium.limits]
-        for image in images
-        if (medium := image.medium)
+        [
+            *(placed.place, placed.number, [*placed.plan.grid], placed.plan.tokens),
+            *(json_source(medium.source), medium.limits),
+            *([] if medium.kind == "image" else _video_to_json(placed.plan)),
+        ]
+        for placed in media
+        if (medium := placed.medium)
     ]
+
+
+def _video_to_json(plan: MediaPlan) -> list[Json]:
+    return [plan.time_step, None if plan.expansion is None else plan.expansion.tolist()]
 
 
 def media_from_json(rows: Iterable[Any]) -> list[PlacedMedium]:
-    """Restore the images of `media_to_json`."""
-    return [
-        PlacedMedium(place, number, MediaPlan("image", tuple(grid), tokens), Medium("image", source, limits))
-        for place, number, grid, tokens, source, limits in rows
-    ]
+    """Restore the media of `media_to_json`."""
+    media: list[PlacedMedium] = []
+    for place, number, grid, tokens, source, limits, *video in rows:
+        plan, kind = MediaPlan("image", tuple(grid), tokens), "image"
+        if video:
+            (time_step, expansion), kind = video, "video"
+            ids = None if expansion is None else np.array(expansion, np.int32)
+            plan = MediaPlan("video", tuple(grid), tokens, time_step, ids)
+        media.append(PlacedMedium(place, number, plan, Medium(kind, source, limits)))
+    return media

@@ -117,7 +117,7 @@ class Encoder:
             if self.stage not in UNGROUPED:
                 parts.append("media of several documents")  # earlier versions dropped such rows
             if self.stage == "prompts":
-                parts.append("media of prompts")  # likewise
+                parts.append("images and videos of prompts")  # likewise
             if self.stage in ("answered", "asked"):
                 parts.append("media of answers")  # likewise
             if self.renderer.has_vision_prompts and self.stage in ("embedding", "reranker"):

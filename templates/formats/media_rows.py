@@ -43,7 +43,6 @@ TAG = re.compile(
     re.DOTALL,
 )
 LIMITS = ("max_pixels", "min_pixels", "fps")
-NO_VIDEOS = "it has videos, and tasks that generate take images alone in this version"
 SIDES = ("rejected", "positive", "negative")  # prefixes of the columns of other texts than the row's first
 # Columns with messages: those that may be written as JSON, and those whose text is an answer.
 JSON_MESSAGES = (*MESSAGES, "prompt", "rejected_messages", "positive_messages", "negative_messages")

@@ -53,6 +53,13 @@ def to_tags(text: str) -> str:
     return text.translate(TAGS)
 
 
+def from_tags(text: str) -> str:
+    """Return a text with sentinels in place of `<image>` and `<video>`."""
+    for kind, sentinel in SENTINELS.items():
+        text = text.replace(f"<{kind}>", sentinel)
+    return text
+
+
 def media_columns(media: Iterable[Medium], convert: Callable[[Any], Json]) -> JsonObject:
     """Return the columns `images` and `videos` of a row, without those that are empty. convert: a source to a value"""
     columns: dict[str, list[Json]] = {}
@@ -75,7 +82,9 @@ def json_source(source: Any) -> Json:
     return None
 
 
-def source_name(source: Any) -> str | None:
-    """Return the path or URL of a source; None for data."""
+def source_name(source: Any) -> Json:
+    """Return the path or URL of a source, or of each frame of a list; None for data."""
+    if isinstance(source, list | tuple):
+        return [source_name(frame) for frame in source]
     name = json_source(source) if isinstance(source, str) or (isinstance(source, dict) and "path" in source) else None
     return name if isinstance(name, str) and len(name) <= LONGEST_NAME and not name.startswith("data:") else None

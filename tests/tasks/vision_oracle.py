@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -83,18 +85,31 @@ class Oracle:
     def parameters(self) -> list[Tensor]:
         return [*self.model.parameters(), *([] if self.score is None else [self.score])]
 
-    def inputs(self, text: str, images: Sequence[str]) -> dict[str, Tensor]:
+    def inputs(self, text: str, images: Sequence[str], videos: Sequence[Sequence[str]] = ()) -> dict[str, Tensor]:
+        """videos: lists of frames, two of which pass in a second"""
         from PIL import Image
 
         opened = [Image.open(self.pictures / name).convert("RGB") for name in images]
-        return self.processor(text=[text], images=opened or None, return_tensors="pt")
+        frames = [
+            np.stack([np.array(Image.open(self.pictures / name).convert("RGB")) for name in names]) for names in videos
+        ]
+        facts = [
+            {"fps": 2.0, "total_num_frames": len(names), "frames_indices": [*range(len(names))]} for names in videos
+        ]
+        options = {"videos": frames, "video_metadata": facts, "do_sample_frames": False} if frames else {}
+        return self.processor(text=[text], images=opened or None, **options, return_tensors="pt")
 
     def conversation(
-        self, messages: list[dict[str, str]], images: Sequence[str], *, prompt: bool = False
+        self,
+        messages: list[dict[str, str]],
+        images: Sequence[str],
+        videos: Sequence[Sequence[str]] = (),
+        *,
+        prompt: bool = False,
     ) -> dict[str, Tensor]:
         blocks = [{"role": message["role"], "content": blocks_of(message["content"])} for message in messages]
         text = self.processor.apply_chat_template(blocks, tokenize=False, add_generation_prompt=prompt)
-        return self.inputs(text, images)
+        return self.inputs(text, images, videos)
 
     def answer(self, messages: list[dict[str, str]], images: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Logits of the last message, with the token that ends it, and its ids."""
@@ -145,10 +160,8 @@ class Oracle:
 
 def blocks_of(content: str) -> list[dict[str, str]]:
     """Return a text with tags as content blocks."""
-    first, *others = content.split("<image>")
-    blocks = [{"type": "text", "text": first}]
-    for text in others:
-        blocks += [{"type": "image"}, {"type": "text", "text": text}]
+    parts = re.split("<(image|video)>", content)
+    blocks = [{"type": part} if place % 2 else {"type": "text", "text": part} for place, part in enumerate(parts)]
     return [block for block in blocks if block.get("text") != ""]
 
 

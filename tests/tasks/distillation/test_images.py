@@ -206,8 +206,10 @@ def test_packed_and_with_the_likeliest_tokens(place: Place) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--lmbda 0.5 --use_vllm false --dataset frames.jsonl", "--lmbda 0.5: the data has videos"),
-        ("--seq_kd true --use_vllm false --dataset frames.jsonl", "--seq_kd true: the data has videos"),
+        (
+            "--lmbda 0.5 --use_vllm true --vllm_server_base_url http://127.0.0.1:9 --dataset frames.jsonl",
+            "--vllm_mode server: the data has videos",
+        ),
         ("--teacher_model text", "--teacher_model text"),
         ("--teacher_model qwen2_5", "--teacher_model qwen2_5: takes images in another form"),
     ],

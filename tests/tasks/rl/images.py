@@ -15,7 +15,7 @@ from tests.tasks.rl.runs import Place, Trained
 from tests.tasks.vision_oracle import Oracle, save_with_head
 
 FLAGS = "--model vision --dataset images.jsonl"
-PICTURES = 6
+PICTURES, FRAMES = 6, 5
 
 
 def question(number: int) -> dict[str, Any]:
@@ -26,6 +26,19 @@ def question(number: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "images": images, "goal": number, "solution": 5}
 
 
+def question_of_video(number: int) -> dict[str, Any]:
+    """A prompt with a video, and an image in some."""
+    row = question(2 * number)
+    frames = [f"frame-{(number + i) % FRAMES}.png" for i in range(2 + number % 3)]
+    images = row["images"][:1]
+    messages = [{"role": "user", "content": "<video>" + "<image>?" * len(images)}]
+    return row | {"messages": messages, "images": images, "videos": [frames], "goal": number}
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def add_images(place: Place) -> Place:
     """Add vision-language models, a critic (or reward model) and pictures to a place."""
     for name, seed in (("vision", 0), ("vision-other", 1)):
@@ -33,8 +46,10 @@ def add_images(place: Place) -> Place:
     save_with_head(place.folder / "vision-other", place.folder / "vision-critic", 1)
     for number in range(PICTURES):
         tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place.folder / f"{number}.png")
-    rows = [question(number) for number in range(6)]
-    (place.folder / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for number in range(FRAMES):
+        tiny_vision.picture(70, 60, 20 + number).save(place.folder / f"frame-{number}.png")
+    write(place.folder / "images.jsonl", [question(number) for number in range(6)])
+    write(place.folder / "videos.jsonl", [question_of_video(number) for number in range(6)])
     return place
 
 
@@ -46,7 +61,8 @@ class Seen(upstream.Reference):
     def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
         oracle = next(oracle for oracle in self.oracles if oracle.model is model)
         drawn = torch.tensor(row["completion_ids"])
-        prompt = oracle.conversation(row["messages"], row.get("images", []), prompt=True)
+        media = row.get("images", []), row.get("videos", [])
+        prompt = oracle.conversation(row["messages"], *media, prompt=True)
         logits = oracle.completion(prompt, drawn).float() / self.temperature
         log_probs = logits.log_softmax(-1)
         entropies = -(log_probs.exp() * log_probs).sum(-1)
