@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from ...templates.formats.schemas import UnusableRow, from_messages
+from ...templates.formats.replies import to_replies
+from ...templates.formats.schemas import UnusableRow
 from ...templates.json_types import JsonObject
 from ..system.ms_swift_imports import ms_swift_imports
 from ..system.plugins import DaemonExecutor, file_of, line_of
@@ -183,7 +184,7 @@ class Scheduler:
         try:
             if not isinstance(reply, list | tuple) or not all(isinstance(message, dict) for message in reply):
                 raise UnusableRow("it must return None, a text, a message or a list of messages")
-            reply = from_messages(list(reply)).messages
+            reply = to_replies(reply)
             if reserved_roles := [message["role"] for message in reply if message["role"] not in ROLES]:
                 raise UnusableRow(f"the role {reserved_roles[0]} is reserved for the model")
             json.dumps([reply, call.turn.info])

@@ -9,6 +9,8 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
+from ...templates.formats.media_rows import has_media
+from ...templates.formats.medium import is_picture
 from ...templates.formats.schemas import Conversation, with_columns
 from ...templates.json_types import JsonObject
 from ..system.plugins import DaemonExecutor
@@ -53,9 +55,9 @@ class Tools:
             return None
         messages = []
         for call in calls:
-            name, text, is_error = await self._call(call, row_tools)
+            name, content, is_error = await self._call(call, row_tools)
             turn.info["tool_errors"] += is_error
-            messages.append({"role": "tool", "name": name, "content": text})
+            messages.append({"role": "tool", "name": name, "content": content})
         return messages
 
     def _allowed_tools(self, columns: JsonObject) -> Mapping[str, Callable]:
@@ -71,8 +73,8 @@ class Tools:
             raise ValueError(f"the row's column `tools` names {unknown[0]}, which is no @tool. Use one of {registered}")
         return {name: self._tools[name] for name in names}
 
-    async def _call(self, text: str, tools: Mapping[str, Callable]) -> tuple[str, str, bool]:
-        """Run a tool call. Return the tool's name, the text for the model, and whether it is an error."""
+    async def _call(self, text: str, tools: Mapping[str, Callable]) -> tuple[str, object, bool]:
+        """Run a tool call. Return the tool's name, the content for the model, and whether it is an error."""
         try:
             call = json.loads(text)
             name, arguments = call["name"], call.get("arguments", {})
@@ -90,7 +92,7 @@ class Tools:
             return name, f"Error: no answer within {self._timeout:g} s", True
         except Exception as error:  # of any kind: the model reads and learns from it
             return name, f"Error: {type(error).__name__}: {error}", True
-        return name, result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), False
+        return name, _content(result), False
 
     async def _result(self, function: Callable, arguments: JsonObject) -> object:
         if inspect.iscoroutinefunction(function):
@@ -100,6 +102,14 @@ class Tools:
             return await asyncio.wait_for(
                 loop.run_in_executor(self._executor, _call_safely, function, arguments), self._timeout
             )
+
+
+def _content(result: object) -> object:
+    """Return a tool's result as the content of a message: text, a picture, content blocks with images, or JSON."""
+    if is_picture(result):
+        return [{"type": "image", "image": result}]
+    is_content = isinstance(result, str) or has_media({"messages": [{"content": result}]})
+    return result if is_content else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _call_safely(function: Callable, arguments: JsonObject) -> object:

@@ -43,7 +43,7 @@ class RewardSample:
     finish_reason: str = "stop"  # "length": the completion was truncated
     prompt_id: str = ""
     request_id: str = ""
-    media: Sequence[Medium] = ()  # of the prompt, in the order of the tags in its messages
+    media: Sequence[Medium] = ()  # in the order of the tags in the messages
 
     def __str__(self) -> str:
         return f"{self.row}, completion {self.completion[:200]!r}"

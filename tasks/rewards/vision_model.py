@@ -71,6 +71,8 @@ class VisionModelReward:
     def _encode(self, sample: RewardSample) -> tuple[np.ndarray, list[PlacedMedium]]:
         """Return the ids of a conversation, and its images placed there."""
         replies = sample.replies or [{"role": "assistant", "content": sample.completion}]
+        # Tags in the model's answers are text.
+        replies = [reply if reply["role"] == "assistant" else _with_blocks(reply) for reply in replies]
         messages = [*map(_with_blocks, sample.messages), *replies]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False)
         ids = np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
@@ -111,7 +113,7 @@ class VisionModelReward:
 
 
 def _with_blocks(message: JsonObject) -> JsonObject:
-    """Return a message of a prompt with content blocks in place of tags."""
+    """Return a message with content blocks in place of tags."""
     content = message.get("content")
     if not isinstance(content, str) or not has_sentinels(text := from_tags(content)):
         return message

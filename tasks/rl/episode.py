@@ -46,7 +46,8 @@ class Episode:
     returns: np.ndarray | None = None  # float32 [length]: what the critic learns
     advantages: np.ndarray | None = None  # float32 [length]: where tokens differ, in place of `advantage`
     experts: np.ndarray | None = None  # int16 [length, layers, topk]: for router replay; -1: the model's own choice
-    media: Sequence[PlacedMedium] = ()  # images and videos of the prompt, placed in `tokens`
+    media: Sequence[PlacedMedium] = ()  # images and videos, placed in `tokens`
+    turn_images: int = 0  # images after the prompt's
 
     @classmethod
     def from_completion(cls, prompt: Prompt, group: int, completion: Completion, text: str) -> "Episode":
@@ -67,8 +68,19 @@ class Episode:
             media=prompt.media,
         )
 
-    def append_turn(self, messages: list[dict[str, Any]], tokens: list[int], completion: Completion, text: str) -> None:
-        """Append messages with their tokens, and the model's answer to them; without messages its last one goes on."""
+    def append_turn(
+        self,
+        messages: list[dict[str, Any]],
+        tokens: list[int],
+        completion: Completion,
+        text: str,
+        images: Sequence[PlacedMedium] = (),
+    ) -> None:
+        """Append messages with their tokens, and the model's answer to them; without messages its last one goes on.
+
+        images: of the messages, placed in the episode
+        """
+        self.media, self.turn_images = [*self.media, *images], self.turn_images + len(images)
         log_probs = np.concatenate([np.zeros(len(tokens), np.float32), np.array(completion.log_probs, np.float32)])
         mask = np.repeat(np.array([0, 1], np.float32), [len(tokens), len(completion.tokens)])
         self.answer_start, self.answer_offset = len(self.tokens) + len(tokens), 0 if messages else len(self.text)
@@ -104,6 +116,16 @@ class Episode:
             self.experts = np.concatenate([self.experts[: start + kept], unknown])
         self.text = answer.text
         self.turns = [*self.messages[:-1], {"role": "assistant", "content": answer.text}]
+
+    def following(self, images: Sequence[PlacedMedium]) -> list[PlacedMedium]:
+        """Return images of messages after the episode's tokens, placed in and numbered among the episode's."""
+        first, start = len(self.media), len(self.tokens)
+        return [image._replace(place=start + image.place, number=first + i) for i, image in enumerate(images)]
+
+    @property
+    def media_owner(self) -> str:
+        """Name that episodes with the same media share: the prompt's, or the episode's own."""
+        return self.request_id if self.turn_images else self.prompt_id
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -144,13 +166,13 @@ def sequences_of(episodes: Sequence[Episode], *, drop_truncated: bool) -> Sequen
 
 
 def media_of(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Return the images of episodes as fields of `Sequences`: completions of a prompt share theirs."""
+    """Return the media of episodes as fields of `Sequences`: completions of a prompt share theirs."""
     if not any(episode.media for episode in episodes):
         return {}
-    owners = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(episode.prompt_id for episode in episodes))}
+    owners = {owner: i for i, owner in enumerate(dict.fromkeys(episode.media_owner for episode in episodes))}
     return {
         "media": [episode.media for episode in episodes],
-        "media_owners": [owners[episode.prompt_id] for episode in episodes],
+        "media_owners": [owners[episode.media_owner] for episode in episodes],
     }
 
 
@@ -178,7 +200,7 @@ def to_tensors(episodes: Sequence[Episode]) -> dict[str, Tensor]:
     excluded = *ARRAYS, "media"
     rows = [{name: value for name, value in vars(episode).items() if name not in excluded} for episode in episodes]
     tensors = {"rows": as_bytes(rows)}
-    if media := {episode.prompt_id: media_to_json(episode.media) for episode in episodes if episode.media}:
+    if media := {episode.media_owner: media_to_json(episode.media) for episode in episodes if episode.media}:
         tensors["media"] = as_bytes(media)
     if episodes:
         tensors["lengths"] = torch.tensor([len(episode.tokens) for episode in episodes])
@@ -199,11 +221,11 @@ def from_tensors(tensors: dict[str, Tensor]) -> list[Episode]:
     arrays: dict[str, Any] = {name: np.split(tensors[name].numpy(), ends) for name in ARRAYS if name in tensors}
     fields = [{EARLIER_NAMES.get(name, name): value for name, value in row.items()} for row in rows]
     stored_media = from_bytes(tensors["media"]) if "media" in tensors else {}
-    media = {prompt_id: media_from_json(rows) for prompt_id, rows in stored_media.items()}
-    return [
-        Episode(**row, **{name: values[i] for name, values in arrays.items()}, media=media.get(row["prompt_id"], ()))
-        for i, row in enumerate(fields)
-    ]
+    media = {owner: media_from_json(rows) for owner, rows in stored_media.items()}
+    episodes = [Episode(**row, **{name: values[i] for name, values in arrays.items()}) for i, row in enumerate(fields)]
+    for episode in episodes:
+        episode.media = media.get(episode.media_owner, ())
+    return episodes
 
 
 def as_bytes(value: Any) -> Tensor:

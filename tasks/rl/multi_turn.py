@@ -5,9 +5,15 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...templates.batching.prompt_dataloader import Prompt
 from ...templates.chat_template.continuation import Continuation
 from ...templates.chat_template.render import Renderer
+from ...templates.dataset.placed_media import PlacedMedium, expand
+from ...templates.dataset.tokenize import place_media
+from ...templates.formats.medium import Medium, to_tags
+from ...templates.formats.replies import split_replies
 from ...templates.formats.schemas import UnusableRow
 from ..distributed.collectives import broadcast_from_rank0, gloo_group, rank0_only
 from ..multi_turn.call import EpisodeStart, SchedulerCall, TurnError
@@ -15,7 +21,7 @@ from ..multi_turn.load import load_scheduler, prompt_tools
 from ..multi_turn.registry import EditedAnswer, Turn
 from ..options import GkdOptions, GrpoOptions
 from ..rollout.eos import eos_token_ids
-from ..run.context import Run
+from ..run.context import Run, has_media
 from .completion_text import CompletionTexts
 from .episode import Episode
 from .rollout_metrics import RolloutMetrics
@@ -32,6 +38,7 @@ class NextTurn(NamedTuple):
     is_full: bool  # the messages exceed the maximal length: the episode is over, and truncated
     info: dict[str, Any]
     edit: EditedAnswer | None = None  # what the scheduler has made of the answer
+    images: Sequence[PlacedMedium] = ()  # of the messages, placed in `tokens`
 
     @property
     def is_over(self) -> bool:
@@ -50,6 +57,7 @@ class MultiTurn:
         self._starts_episodes = broadcast_from_rank0(
             lambda: self._scheduler is not None and self._scheduler.starts_episodes, gloo_group()
         )
+        self._vision = run.vision if has_media(run.data) else None
         self._renderer = Renderer(run.tokenizer, options.data, "prompts", prompt_tools(options))
         self._max_prompt = options.data.max_length
         thinking = options.data.enable_thinking
@@ -147,11 +155,14 @@ class MultiTurn:
             self._max_length - (len(ids) - len(prompt.tokens))
             for ids, ((prompt, _), _) in zip(tokens, continued, strict=True)
         ]
-        media = [episode.media for (_, episode), _ in continued]
+        images = [episode.following(next_turn.images) for (_, episode), next_turn in continued]
+        media = [[*episode.media, *added] for ((_, episode), _), added in zip(continued, images, strict=True)]
         completions = sampler.complete(tokens, limits, media)
         texts = self.texts([episode.columns for (_, episode), _ in continued], tokens, completions)
-        for ((_, episode), next_turn), completion, text in zip(continued, completions, texts, strict=True):
-            episode.append_turn(next_turn.messages, next_turn.tokens, completion, text)
+        for ((_, episode), next_turn), added, completion, text in zip(
+            continued, images, completions, texts, strict=True
+        ):
+            episode.append_turn(next_turn.messages, next_turn.tokens, completion, text, added)
 
     def _next_turns(
         self, active: list[tuple[Prompt, Episode]], number: int, states: dict[int, dict[str, Any]]
@@ -190,11 +201,26 @@ class MultiTurn:
         if (not messages and not edit) or call.turn.final:
             return NextTurn([], [], False, call.turn.info)
         answer = edit.token_ids if edit else call.turn.token_ids
+        if self._vision and not set(answer).isdisjoint(self._vision.placeholder_ids):
+            return NextTurn([], [], False, call.turn.info)  # an engine would look for the image of such a token
+        messages, media = split_replies(messages)
         try:
             tokens = self._continuation(messages, episode.columns, answer) if messages else []
+            tokens, images = self._with_images(tokens, media)
         except UnusableRow as error:
             raise TurnError(f"--multi_turn_scheduler {self._name}: {error} (what it says to {call})") from None
         used = episode.answer_start + len(answer) - len(prompt.tokens) + len(tokens)
         if used >= self._max_length:
             return NextTurn([], [], True, call.turn.info)
-        return NextTurn(messages, tokens, False, call.turn.info, edit)
+        messages = [message | {"content": to_tags(message["content"])} for message in messages]
+        return NextTurn(messages, tokens, False, call.turn.info, edit, images)
+
+    def _with_images(self, tokens: list[int], media: Sequence[Medium]) -> tuple[list[int], list[PlacedMedium]]:
+        """Return the tokens of messages with those of their images, and these. Raises UnusableRow."""
+        if self._vision is None:
+            if media:
+                raise UnusableRow("it has an image, and model or data have none, so that no vision tower is built")
+            return tokens, []
+        ids = np.array(tokens, np.int32)
+        (ids, _), images = expand(ids, np.zeros(len(ids), np.float32), place_media(ids, media, self._vision))
+        return ids.tolist(), images

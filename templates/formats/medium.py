@@ -68,6 +68,11 @@ def media_columns(media: Iterable[Medium], convert: Callable[[Any], Json]) -> Js
     return dict(columns)
 
 
+def is_picture(source: object) -> bool:
+    """Return whether a source is an image of PIL, which need not be installed."""
+    return type(source).__module__.partition(".")[0] == "PIL"
+
+
 def json_source(source: Any) -> Json:
     """Return a source as JSON: bytes without a file as a data URI."""
     match source:

@@ -9,6 +9,8 @@ from megaswift.tasks.multi_turn import Turn, tool
 from megaswift.tasks.multi_turn.call import Scheduler, SchedulerCall, TurnError
 from megaswift.tasks.multi_turn.registry import registered_tools
 from megaswift.tasks.multi_turn.tools import Tools, schema_of
+from megaswift.templates.media.images import open_image
+from PIL import Image
 
 
 @tool
@@ -51,6 +53,12 @@ def ends() -> None:
     sys.exit(3)
 
 
+@tool
+def draw(side: int) -> object:
+    picture = Image.new("RGB", (side, side))
+    return picture if side > 1 else [{"type": "text", "text": "drawn: "}, {"type": "image", "image": "a.png"}]
+
+
 REGISTERED = dict(registered_tools)
 for name in REGISTERED:
     del registered_tools[name]
@@ -84,6 +92,14 @@ def test_results():
     assert messages == [{"role": "tool", "name": "add", "content": "42"}]
 
 
+def test_images():
+    picture, blocks = told(call("draw", '{"side": 2}'), call("draw", '{"side": 1}'))
+    ((kind, data),) = [(block["type"], block["image"]) for block in picture]
+    assert kind == "image"
+    assert open_image(data).size == (2, 2)
+    assert blocks == [{"type": "text", "text": "drawn: "}, {"type": "image", "image": "a.png"}]
+
+
 def test_no_call_is_the_end():
     assert tools()([asked("It is 42.")]) == [[]]
     final = asked(f"<tool_call>{call('add', '{}')}</tool_call>")
@@ -99,7 +115,7 @@ def test_no_call_is_the_end():
         ('{"arguments": {}}', "Error: a call is JSON of this form"),
         ('["add"]', "Error: a call is JSON of this form"),
         (call("add", "[1]"), "Error: a call is JSON of this form"),
-        (call("sub"), "Error: there is no tool sub. There are: add, pair, later, hangs, waits, ends"),
+        (call("sub"), "Error: there is no tool sub. There are: add, pair, later, hangs, waits, ends, draw"),
         (call("add"), "Error: TypeError: missing a required argument: 'a'"),
         (call("add", '{"c": 1, "a": 1}'), "Error: TypeError: got an unexpected keyword argument 'c'"),
         (call("add", '{"a": "x"}'), 'Error: TypeError: can only concatenate str (not "int") to str'),

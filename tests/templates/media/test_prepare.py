@@ -194,8 +194,12 @@ def test_prompts_with_images(made, images, tmp_path: Path) -> None:
     assert third.media == []
     restored = media_from_json(json.loads(json.dumps(media_to_json(first.media))))
     assert restored == list(first.media)
-    with pytest.raises(ValueError, match="it has videos, and tasks that generate take images alone"):
-        made.prepare("prompts", dataset=[write(tmp_path, {"messages": [user("<video>a")], "videos": [images[:3]]})])
+    [frame] = images[:1]
+    rows = [{"messages": [user("<video>a")], "videos": [[frame] * 3]}]
+    store = made.prepare("prompts", dataset=[write(tmp_path, *rows)], dataset_shuffle=False).train
+    [prompt] = Prompts(store, completions_per_prompt=1, shuffle=False, seed=0).next_batch(1)
+    assert prompt.columns["videos"] == [[frame] * 3]
+    assert repr(media_from_json(json.loads(json.dumps(media_to_json(prompt.media))))) == repr(list(prompt.media))
 
 
 @pytest.mark.parametrize("stage", ["answered", "asked"])
