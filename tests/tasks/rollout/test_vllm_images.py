@@ -21,7 +21,13 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM for the CPU is not there: run scripts/setup_vllm_cpu.sh"),
 ]
 REWARD = """
+from megaswift.tasks.multi_turn import scheduler
 from megaswift.tasks.rewards import reward
+
+
+@scheduler("shows")
+def shows(turn):
+    return {"role": "user", "content": "see <image>", "images": ["0.png"]} if turn.number == 1 else None
 
 
 @reward("sum")
@@ -103,3 +109,13 @@ def test_completions_are_by_the_weights_of_the_step(tower: str, folder: Path) ->
         assert (sent[0] > sent[1]) == (tower == "true")
     first, second = (rows_of(folder / f"{name}-{tower}" / "completions.jsonl") for name in ("colocated", "served"))
     assert [row["completion_ids"] for row in first] == [row["completion_ids"] for row in second]
+
+
+def test_images_that_a_scheduler_sends(folder: Path) -> None:
+    """The lengths of vLLM's prompts are compared with training's, and log-probabilities."""
+    turns = "--multi_turn_scheduler shows --max_completion_length 40 --stop_words a --output_dir turns"
+    vllm = """--vllm_mode colocate --vllm_max_model_len 256 --vllm_limit_mm_per_prompt {"image":4}"""
+    run(folder, PYTHON, "megatron", *f"{LINE} {turns} {vllm}".split())
+    steps = [row for row in rows_of(folder / "turns" / "logging.jsonl") if "loss" in row]
+    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 2e-5
+    assert sum(len(row["turns"]) > 1 for row in rows_of(folder / "turns" / "completions.jsonl")) > 5
