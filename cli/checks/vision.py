@@ -12,8 +12,8 @@ from .lora import TRAINABLE_FLAGS
 from .model import HfConfig
 
 RATES = {"vit_lr": "freeze_vit", "aligner_lr": "freeze_aligner"}  # learning rate -> flag that freezes what it is for
-DEFAULT_OF = "'s default of "  # in sources of flags that stand for another system's default
 FREEZING = {"freeze_vit": "vision tower", "freeze_aligner": "mergers"}
+DEFAULT_OF = "'s default of "  # in sources of flags that another system's config does not set
 
 
 def check_vision(options: SftOptions, model: HfConfig | None, sources: Mapping[str, str]) -> Iterator[str]:

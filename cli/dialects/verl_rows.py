@@ -155,8 +155,8 @@ LORA = (
     only("lora_A_init_method", "xavier", "kaiming", fix="PEFT's initialization is taken"),
     only("lora_B_init_method", "zero", fix="PEFT's initialization is taken"),
     only("a2a_experimental", False, fix="Remove it"),
-    needless("freeze_vision_model", "its weights beneath adapters are frozen"),
-    needless("freeze_vision_projection", "its weights beneath adapters are frozen"),
+    only("freeze_vision_model", True, fix="Set --tuner_type lora_llm on the command line, and remove it"),
+    only("freeze_vision_projection", True, fix="Set --tuner_type lora_llm on the command line, and remove it"),
     needless("freeze_language_model", "its weights beneath adapters are frozen"),
 )
 MTP = (

@@ -125,6 +125,7 @@ def test_answers_of_the_student(place: Place) -> None:
     torch.testing.assert_close(log(run, *NAMES[:3]), expected, rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_answers_of_the_teacher(place: Place) -> None:
     expected = by_hand(place, "other", writer="teacher")
     torch.testing.assert_close(log(distil(place, BY_TEACHER), *NAMES), expected, rtol=2e-4, atol=1e-6)

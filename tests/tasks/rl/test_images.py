@@ -50,6 +50,7 @@ def test_videos_with_positions_in_seconds(images: Place) -> None:
     assert max(row[f"{DIFFERENCE}/max"] for row in run.steps) < 1e-4
 
 
+@pytest.mark.long
 def test_videos_are_refused_by_a_server(images: Place) -> None:
     flags = f"{VIDEOS} --use_vllm true --vllm_mode server --vllm_server_base_url http://127.0.0.1:9"
     assert "--vllm_mode server: the data has videos" in images.megatron(images.line(flags, "refused"), code=1)

@@ -45,7 +45,7 @@ def test_updates_of_both_models(tower: str, images: Place) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(f"{TP} --critic_tensor_model_parallel_size 1", id="TP2, critic DP2"),
+        pytest.param(f"{TP} --critic_tensor_model_parallel_size 1", id="TP2, critic DP2", marks=pytest.mark.long),
         pytest.param(f"{TP} --offload_critic true", id="TP2, offloaded", marks=pytest.mark.long),
         pytest.param("--context_parallel_size 2", id="CP2", marks=pytest.mark.long),
         pytest.param("--critic_pipeline_model_parallel_size 2", id="DP2, critic PP2", marks=pytest.mark.long),

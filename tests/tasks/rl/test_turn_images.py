@@ -98,7 +98,7 @@ def test_episodes_are_those_of_transformers(turns: Place) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("--tensor_model_parallel_size 2 --sequence_parallel true", id="TP2"),
+        pytest.param("--tensor_model_parallel_size 2 --sequence_parallel true", id="TP2", marks=pytest.mark.long),
         pytest.param("", id="DP2", marks=pytest.mark.long),
         pytest.param("--context_parallel_size 2", id="CP2", marks=pytest.mark.long),
     ],
