@@ -13,7 +13,7 @@ from ...templates.media.processor import VisionProcessor
 from ..options.groups import CompletionOptions, SamplingOptions
 from ..rollout.engine import Completion, Request, Sampling
 from ..rollout.engine_group import EngineGroup
-from ..rollout.request_image import training_image
+from ..rollout.request_image import resized_image, training_image
 from ..rollout.request_video import RequestVideo
 from ..run.vocabulary import check_tokens
 
@@ -99,11 +99,13 @@ class Sampler:
         return completions
 
     def _with_media(self, requests: Sequence[Request], media: Sequence[Sequence[PlacedMedium]]) -> list[Request]:
-        """Return requests with their media, which completions of a prompt share, and one placeholder for each image."""
+        """Return requests with their media, which completions of a prompt share, and one placeholder for each."""
         vision = self.vision
         assert vision is not None
         images = {
-            id(image.medium): training_image(image, vision) for placed in media for image in _of_kind(placed, "image")
+            id(image.medium): (resized_image if _of_kind(placed, "video") else training_image)(image, vision)
+            for placed in media
+            for image in _of_kind(placed, "image")
         }
         videos = {
             id(video.medium): RequestVideo(video, vision) for placed in media for video in _of_kind(placed, "video")
@@ -111,7 +113,7 @@ class Sampler:
         return [
             replace(
                 request,
-                tokens=collapse(request.tokens, _of_kind(placed, "image")),
+                tokens=collapse(request.tokens, placed, vision.video_token_id),
                 images=[images[id(image.medium)] for image in _of_kind(placed, "image")],
                 prompt_length=len(request.tokens),
                 videos=[videos[id(video.medium)] for video in _of_kind(placed, "video")],

@@ -34,12 +34,12 @@ class Request:
     transformers engine, and with vLLM as far as its kernels are deterministic.
     """
 
-    tokens: list[int]  # one placeholder stands for each image; all tokens of videos
+    tokens: list[int]  # one placeholder stands for each image or video
     seed: int
     max_new_tokens: int | None = None  # limit below Sampling.max_new_tokens
     images: Sequence[RequestImage] = ()  # in the order of their placeholders
     prompt_length: int | None = None  # tokens of the prompt in training, with those of its images; None: unknown
-    videos: Sequence[RequestVideo] = ()  # in their order; the transformers engine alone takes them
+    videos: Sequence[RequestVideo] = ()  # in the order of their placeholders; only engines in the process take them
 
     def check_length(self, length: int) -> None:
         """Raise RuntimeError if the engine's prompt has another length than training's. length: in tokens"""

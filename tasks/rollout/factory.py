@@ -15,7 +15,7 @@ from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
 from ..distributed.collectives import rank0_only, run_on_all_ranks
 from ..options.rollout import EngineOptions
-from ..run.context import Run, has_media, has_videos, most_images
+from ..run.context import Run, has_media, has_videos, most_media
 from ..system.memory import used_gib
 from ..train.offload import HostBuffer, TrainerOffload, free_memory
 from ..train.step import TrainState
@@ -47,7 +47,7 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
             sleep_level=level,
             adapter_rank=rank,
             vocab_size=get_vocab_size(run.hf_config),
-            images=most_images(run.data),
+            images=most_media(run.data, "image"),
             turns=tuple(turn_flags(run.options)),
             address_flags=address_flags(options),
         )
@@ -96,7 +96,7 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
         initial_weights.offload(tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
         free_memory()
     settings = {"dtype": run.dtype, "experts": experts, "sleep_level": level, "memory_share": memory_share}
-    settings["most_images"] = most_images(run.data)
+    settings |= {"most_images": most_media(run.data, "image"), "most_videos": most_media(run.data, "video")}
     settings["adapter_rank"] = rank and max(rank, options.vllm_max_lora_rank or 0)
     engine = run_on_all_ranks(lambda: VllmEngine(engine_folder(run), options, **settings))
     idle = level > 0 or moves.weights or moves.optimizer
@@ -147,13 +147,19 @@ def engine_kind(options: EngineOptions) -> str:
 
 
 def check_videos(run: Run, options: EngineOptions) -> None:
-    """Raise ValueError if the data has videos, which vLLM does not take in this version."""
+    """Raise ValueError if the data has videos, and the engine takes none in this version."""
     kind = engine_kind(options)
-    if has_videos(run.data) and kind != "transformers":
-        flag = "--vllm_mode server" if kind == "server" else "--use_vllm true"
+    if not has_videos(run.data) or kind == "transformers":
+        return
+    if kind == "server":
         raise ValueError(
-            f"{flag}: the data has videos, and vLLM takes images alone in this version. Set --use_vllm false, which "
-            "generates with transformers, or remove the videos"
+            "--vllm_mode server: the data has videos, and a server takes images alone in this version. Generate in "
+            "the training processes, or remove the videos"
+        )
+    if run.vision and not run.vision.family.has_timestamps:
+        raise ValueError(
+            "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL alone in this version. Set "
+            "--use_vllm false, which generates with transformers, or remove the videos"
         )
 
 

@@ -33,7 +33,6 @@ class ImageInputs:
                 for token_id in request.tokens
                 for token in ([token_id] * next(counts) if token_id == self.token_id else [token_id])
             ]
-            request.check_length(len(prompt))
             prompts.append(prompt)
         inputs = [processed[id(image)] for request in requests for image in request.images]
         return prompts, {

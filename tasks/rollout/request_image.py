@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 GREY = 128, 128, 128
+LARGEST = 2**31  # pixels
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,19 @@ def training_image(placed: PlacedMedium, vision: VisionProcessor) -> RequestImag
     assert placed.medium is not None
     limits = vision.limits.of_row(placed.medium.limits)
     return RequestImage(partial(_load, placed, vision), limits.min_pixels, limits.max_pixels)
+
+
+def resized_image(placed: PlacedMedium, vision: VisionProcessor) -> RequestImage:
+    """Return an image of training's size. Engines have one limit for images and videos, which then changes none."""
+    return RequestImage(partial(_load_resized, placed, vision), 1, LARGEST)
+
+
+def _load_resized(placed: PlacedMedium, vision: VisionProcessor) -> "Image":
+    from PIL import Image
+
+    assert placed.medium is not None
+    (pixels,) = vision.resized_image(placed.medium, placed.plan.grid)
+    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
 
 
 def _load(placed: PlacedMedium, vision: VisionProcessor) -> "Image":

@@ -17,6 +17,7 @@ from .engine import Cancelled, Completion, Request, Sampling, TopLogProbs
 from .eos import eos_token_ids
 from .hf_replica import Replica
 from .image_inputs import ImageInputs
+from .request_video import RequestVideo
 from .transformers_experts import ExpertRecorder
 
 BATCH_SIZE = 64  # requests
@@ -105,10 +106,19 @@ class TransformersEngine:
         prompts, media = [request.tokens for request in requests], {}
         if any(request.images for request in requests):
             prompts, media = self._image_inputs.of(requests)
+        videos = [video for request in requests for video in request.videos]
+        if videos:
+            token_id = self.replica.model.config.video_token_id
+            prompts = [
+                _with_videos(prompt, request.videos, token_id)
+                for prompt, request in zip(prompts, requests, strict=True)
+            ]
+        for prompt, request in zip(prompts, requests, strict=True):
+            request.check_length(len(prompt))
         tokens, mask = left_pad(prompts, 0)  # padding is masked, so any token id works
         if media:
             media["mm_token_type_ids"] = (tokens == self._image_inputs.token_id).int()
-        if videos := [video for request in requests for video in request.videos]:
+        if videos:
             media |= transformers_inputs([(video.placed, video.patches) for video in videos], tokens, videos[0].vision)
         prompt_length = tokens.shape[1]
         sampler = _Sampler(requests, sampling, prompt_length, mask.to(self.device))
@@ -135,6 +145,16 @@ class TransformersEngine:
         ends = [prompt_length + len(completion.tokens) - 1 for completion in completions]
         recorded = zip(completions, recorder.experts(), first, ends, strict=True)
         return [replace(completion, experts=experts[start:end]) for completion, experts, start, end in recorded]
+
+
+def _with_videos(prompt: list[int], videos: Sequence[RequestVideo], token_id: int) -> list[int]:
+    """Return a prompt with all tokens of its videos. token_id: their placeholder"""
+    plans = iter([video.placed.plan for video in videos])
+    expanded: list[int] = []
+    for token in prompt:
+        plan = next(plans) if token == token_id else None
+        expanded += [token] if plan is None else plan.expanded(token).tolist()
+    return expanded
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ class VllmEngine:
     `sleep_level`: 0: never sleep. 1: move weights to the host and free the cache. 2: free the weights too, so that an
         `update` must follow. On a CPU the engine does not sleep.
     `memory_share`: vLLM's share of the GPU's memory.
-    `most_images`: of a prompt of the data.
+    `most_images`, `most_videos`: of a prompt of the data.
 
     Raises ImportError without vLLM. Raises ValueError where the tensor parallel size does not divide the number of
     ranks, or `check_experts` fails.
@@ -72,6 +72,7 @@ class VllmEngine:
         sleep_level: int = 0,
         memory_share: float = 0.9,
         most_images: int = 0,
+        most_videos: int = 0,
     ):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(
@@ -109,7 +110,7 @@ class VllmEngine:
                 enable_return_routed_experts=experts,
                 use_tqdm_on_load=sys.stderr.isatty(),
                 **lora,
-                **image_arguments(Path(folder), options, most_images),
+                **image_arguments(Path(folder), options, most_images, most_videos),
                 generation_config="vllm",  # no defaults other than Sampling's
                 logprobs_mode="raw_logprobs",  # see _set_temperature
                 **engine_kwargs(options.vllm_engine_kwargs),

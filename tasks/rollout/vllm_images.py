@@ -9,15 +9,16 @@ from ...templates.media.families import FAMILIES
 from ..options.groups import GenerationOptions
 from ..options.rollout import VllmOptions
 from .engine import Request
+from .request_image import LARGEST
 
 
 def image_arguments(
-    folder: Path, options: VllmOptions | GenerationOptions, most_images: int | None = None
+    folder: Path, options: VllmOptions | GenerationOptions, most_images: int | None = None, most_videos: int = 0
 ) -> JsonObject:
     """Return vLLM's arguments for the model in `folder` with images in prompts.
 
-    most_images: of a prompt of the data; None: unknown. Raises ValueError if the options allow fewer, or are for images
-    that the model does not take.
+    most_images, most_videos: of a prompt of the data; None: unknown. Raises ValueError if the options allow fewer
+    images, or are for images that the model does not take.
     """
     limits, cache = options.vllm_limit_mm_per_prompt, options.vllm_mm_processor_cache_gb
     if read_config(folder).get("model_type") not in FAMILIES:
@@ -25,7 +26,7 @@ def image_arguments(
             flag = f"--vllm_limit_mm_per_prompt {limits}" if limits else f"--vllm_mm_processor_cache_gb {cache:g}"
             raise ValueError(f"{flag}: the model takes no images. Remove it.")
         return {}
-    if most_images == 0 and not limits:  # texts alone
+    if most_images == most_videos == 0 and not limits:  # texts alone
         return {}
     if most_images and limits.get("image", most_images) < most_images:
         raise ValueError(
@@ -33,7 +34,7 @@ def image_arguments(
             "many, or remove it."
         )
     arguments: JsonObject = {
-        "limit_mm_per_prompt": ({"image": most_images} if most_images else {}) | {"video": 0} | limits
+        "limit_mm_per_prompt": ({"image": most_images} if most_images else {}) | {"video": most_videos} | limits
     }
     if cache is not None:
         arguments["mm_processor_cache_gb"] = cache
@@ -43,9 +44,16 @@ def image_arguments(
 def vllm_prompt(request: Request) -> dict[str, Any]:
     """Return a request as a prompt of vLLM, which expands its placeholders by the checkpoint's processor."""
     prompt: dict[str, Any] = {"prompt_token_ids": request.tokens}
+    media: dict[str, Any] = {}
     if request.images:
-        first = request.images[0]  # the limits of a row are those of all its images
-        size = {"shortest_edge": first.min_pixels, "longest_edge": first.max_pixels}
-        prompt["multi_modal_data"] = {"image": [image.pixels for image in request.images]}
-        prompt["mm_processor_kwargs"] = {"size": size}
+        media["image"] = [image.pixels for image in request.images]
+    if request.videos:
+        media["video"] = [video.frames for video in request.videos]
+    if media:
+        # The limits of a row are those of all its images; frames have training's size already.
+        least, most = (request.images[0].min_pixels, request.images[0].max_pixels) if request.images else (1, LARGEST)
+        prompt |= {
+            "multi_modal_data": media,
+            "mm_processor_kwargs": {"size": {"shortest_edge": least, "longest_edge": most}},
+        }
     return prompt

@@ -29,6 +29,7 @@ from ...templates.batching.episode_batches import BatchPlan
 from ...templates.batching.streaming import TokenStream
 from ...templates.cache import cache_root
 from ...templates.dataset.store import TokenStore
+from ...templates.formats.medium import MediaKind
 from ...templates.json_types import JsonObject
 from ...templates.media.processor import VisionProcessor
 from ...templates.prepare import Prepared
@@ -295,12 +296,12 @@ def has_media(data: Prepared) -> bool:
 
 def has_videos(data: Prepared) -> bool:
     """Return whether the data has videos; False for a stream."""
-    return any(store.media_counts()["video"] for store in (data.train, data.val) if isinstance(store, TokenStore))
+    return most_media(data, "video") > 0
 
 
-def most_images(data: Prepared) -> int:
-    """Return the largest number of images of a sample; 0 for a stream."""
-    return max((store.most_images for store in (data.train, data.val) if isinstance(store, TokenStore)), default=0)
+def most_media(data: Prepared, kind: MediaKind) -> int:
+    """Return the largest number of images or videos of a sample; 0 for a stream."""
+    return max((store.most(kind) for store in (data.train, data.val) if isinstance(store, TokenStore)), default=0)
 
 
 def dtype_of(options: ModelOptions, hf_config: JsonObject) -> torch.dtype:

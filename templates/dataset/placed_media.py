@@ -37,12 +37,16 @@ def expand(ids: np.ndarray, weights: np.ndarray, media: Sequence[PlacedMedium]) 
     return (ids, weights), placed
 
 
-def collapse(ids: Sequence[int], images: Sequence[PlacedMedium]) -> list[int]:
-    """Return the ids of an expanded document with one placeholder for each image, as engines take it."""
+def collapse(ids: Sequence[int], media: Sequence[PlacedMedium], video_token_id: int = -1) -> list[int]:
+    """Return the ids of an expanded document with one placeholder for each medium, as engines take it.
+
+    video_token_id: placeholder of a video
+    """
     collapsed, start = [], 0
-    for image in images:
-        collapsed += ids[start : image.place + 1]
-        start = image.place + image.plan.length
+    for medium in media:
+        placeholder = ids[medium.place] if medium.plan.kind == "image" else video_token_id
+        collapsed += [*ids[start : medium.place], placeholder]
+        start = medium.place + medium.plan.length
     return [*collapsed, *ids[start:]]
 
 

@@ -97,10 +97,12 @@ class TokenFile:
             )
         return counts
 
-    @property
-    def image_uses(self) -> np.ndarray:
-        """Number of images of each sample, of which one in several places counts as several: int64 [samples]."""
-        return self._per_sample(lambda lists: lists["media_kinds"][1] == MEDIA_KINDS.index("image"))
+    def media_uses(self, kind: MediaKind) -> np.ndarray:
+        """Return the number of images or videos of each sample, where one in several places counts as several.
+
+        int64 [samples]
+        """
+        return self._per_sample(lambda lists: lists["media_kinds"][1] == MEDIA_KINDS.index(kind))
 
     @property
     def visual_tokens(self) -> np.ndarray:
@@ -294,10 +296,9 @@ class TokenStore:
         """Visual tokens of each sample: int64 [samples]."""
         return self._selected([file.visual_tokens for file in self.files])
 
-    @property
-    def most_images(self) -> int:
-        """Largest number of images of a sample."""
-        return int(self._selected([file.image_uses for file in self.files]).max(initial=0))
+    def most(self, kind: MediaKind) -> int:
+        """Return the largest number of images or videos of a sample."""
+        return int(self._selected([file.media_uses(kind) for file in self.files]).max(initial=0))
 
     def media_counts(self) -> dict[MediaKind, int]:
         """Return the number of images and of videos of all samples."""

@@ -48,6 +48,10 @@ class MediaPlan(NamedTuple):
         """Number of ids that replace the placeholder."""
         return self.tokens if self.expansion is None else len(self.expansion)
 
+    def expanded(self, placeholder: int) -> np.ndarray:
+        """Return the ids that replace the placeholder: int32 [length]."""
+        return np.full(self.tokens, placeholder, np.int32) if self.expansion is None else self.expansion
+
 
 class VisionProcessor:
     """Processor of a checkpoint's images and videos.
@@ -172,19 +176,29 @@ class VisionProcessor:
         """
         import torch
 
-        _, height, width = grid
-        size = height * self.patch_size, width * self.patch_size
         if medium.kind == "image":
-            image = open_image(medium.source, allow_private=self.allow_private)
-            frames = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
-            return self._cut(self._resize(frames, size), 1)
-        limits = self.limits.of_row(medium.limits)
-        info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
-        indices = self._sample(info, limits, self.temporal_patch_size)
-        frames = self._resize(read_frames(medium.source, indices, allow_private=self.allow_private), size)
+            return self._cut(self.resized_image(medium, grid), 1)
+        frames, _, _ = self.sampled_frames(medium, grid)
         if missing := -len(frames) % self.temporal_patch_size:
             frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
         return self._cut(frames, self.temporal_patch_size)
+
+    def resized_image(self, medium: Medium, grid: Grid) -> "torch.Tensor":
+        """Return the pixels of a planned image: uint8 [1, 3, height, width]. Raises UnusableRow."""
+        import torch
+
+        image = open_image(medium.source, allow_private=self.allow_private)
+        return self._resize(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None], grid)
+
+    def sampled_frames(self, medium: Medium, grid: Grid) -> tuple["torch.Tensor", list[int], VideoInfo]:
+        """Return the pixels of a planned video's sampled frames, their numbers, and the facts about the video.
+
+        uint8 [frames, 3, height, width]. Raises UnusableRow.
+        """
+        limits = self.limits.of_row(medium.limits)
+        info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
+        indices = self._sample(info, limits, self.temporal_patch_size)
+        return self._resize(read_frames(medium.source, indices, allow_private=self.allow_private), grid), indices, info
 
     def normalize(self, patches: "torch.Tensor", kind: MediaKind) -> "torch.Tensor":
         """Return decoded patches as transformers' models take them: fp32 [patches, values], images repeated in time."""
@@ -319,12 +333,13 @@ class VisionProcessor:
         # transformers passes the seconds of a patch of time as fp32, and cuts them to whole ones.
         return int(self.tokens_per_second * int(np.float32(self.temporal_patch_size / sampled_fps)))
 
-    def _resize(self, frames: "torch.Tensor", size: tuple[int, int]) -> "torch.Tensor":
+    def _resize(self, frames: "torch.Tensor", grid: Grid) -> "torch.Tensor":
         """Resize frames as transformers' torchvision processors do: uint8 [frames, channels, height, width]."""
         from torchvision.transforms.v2 import functional
 
+        size = grid[1] * self.patch_size, grid[2] * self.patch_size
         interpolation = INTERPOLATIONS[self.resample]
-        return functional.resize(frames, list(size), interpolation=functional.InterpolationMode(interpolation))
+        return functional.resize(frames, [*size], interpolation=functional.InterpolationMode(interpolation))
 
     def _cut(self, frames: "torch.Tensor", depth: int) -> np.ndarray:
         """Return the patches of frames in the order of the tower: those of a visual token follow each other."""

@@ -56,6 +56,13 @@ def folder(tmp_path_factory) -> Path:
         row = {"messages": [{"role": "user", "content": "what <image>" * len(images) + "colour?"}], "images": images}
         rows.append(row | ({"chat_template_kwargs": {"max_pixels": 8192}} if number == 3 else {}))
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    videos: list[dict[str, Any]] = []
+    for number in range(6):
+        frames, images = [str(root / f"{number}.png")] * (2 + number % 3), rows[number]["images"][: number % 2]
+        content = "<image>" * len(images) + "and <video>?"
+        row = {"messages": [{"role": "user", "content": content}], "images": images, "videos": [frames]}
+        videos.append(row | ({"chat_template_kwargs": {"max_pixels": 8192}} if number == 3 else {}))
+    (root / "videos.jsonl").write_text("".join(json.dumps(row) + "\n" for row in videos))
     (root / "reward.py").write_text(REWARD)
     return root
 
@@ -119,3 +126,11 @@ def test_images_that_a_scheduler_sends(folder: Path) -> None:
     steps = [row for row in rows_of(folder / "turns" / "logging.jsonl") if "loss" in row]
     assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 2e-5
     assert sum(len(row["turns"]) > 1 for row in rows_of(folder / "turns" / "completions.jsonl")) > 5
+
+
+def test_videos(folder: Path) -> None:
+    """With images beside some: vLLM has one limit of sizes for both."""
+    vllm = "--vllm_mode colocate --vllm_max_model_len 256 --output_dir videos"
+    run(folder, PYTHON, "megatron", *f"{LINE.replace('rows.jsonl', 'videos.jsonl')} {vllm}".split())
+    steps = [row for row in rows_of(folder / "videos" / "logging.jsonl") if "loss" in row]
+    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 2e-5
