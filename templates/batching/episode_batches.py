@@ -98,7 +98,7 @@ class BatchPlan:
     ) -> tuple[list[list[list[list[int]]]], SharedPrompts | None]:
         """Return `_rows`, and the prompts that documents share in a row; None if they share none."""
         capacity, owners = self.layout.pack_length, sequences.media_owners
-        can_share = self.shares_prompts and not owners and not sequences.experts
+        can_share = self.shares_prompts and not any(sequences.media) and not sequences.experts
         if can_share and (capacity or self.micro_batch_size > 1):
             prompts = SharedPrompts(sequences.tokens, sequences.weights)
             if capacity:
