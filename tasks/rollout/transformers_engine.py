@@ -119,7 +119,9 @@ class TransformersEngine:
         if media:
             media["mm_token_type_ids"] = (tokens == self._image_inputs.token_id).int()
         if videos:
-            media |= transformers_inputs([(video.placed, video.patches) for video in videos], tokens, videos[0].vision)
+            inputs = transformers_inputs([(video.placed, video.patches) for video in videos], tokens, videos[0].vision)
+            inputs["mm_token_type_ids"] += media.get("mm_token_type_ids", 0)
+            media |= inputs
         prompt_length = tokens.shape[1]
         sampler = _Sampler(requests, sampling, prompt_length, mask.to(self.device))
         ends = self.eos_ids if sampling.ends is None else set(sampling.ends)
