@@ -37,14 +37,16 @@ def expand(ids: np.ndarray, weights: np.ndarray, media: Sequence[PlacedMedium]) 
     return (ids, weights), placed
 
 
-def collapse(ids: Sequence[int], media: Sequence[PlacedMedium], video_token_id: int = -1) -> list[int]:
+def collapse(ids: Sequence[int], media: Sequence[PlacedMedium], video_token_id: int | None = None) -> list[int]:
     """Return the ids of an expanded document with one placeholder for each medium, as engines take it.
 
-    video_token_id: placeholder of a video
+    video_token_id: placeholder of a video; None: there are no videos
     """
-    collapsed, start = [], 0
+    collapsed: list[int] = []
+    start = 0
     for medium in media:
         placeholder = ids[medium.place] if medium.plan.kind == "image" else video_token_id
+        assert placeholder is not None
         collapsed += [*ids[start : medium.place], placeholder]
         start = medium.place + medium.plan.length
     return [*collapsed, *ids[start:]]
