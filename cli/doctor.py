@@ -79,7 +79,7 @@ OPTIONAL = {  # package: (purpose, how to install)
 
 
 GIB = 2**30
-MIN_SHARED_MEMORY = 1 * GIB  # of /dev/shm: containers have 64 MiB by default, which data loaders and NCCL exceed
+MIN_SHARED_MEMORY = 1 * GIB  # bytes of /dev/shm: containers have 64 MiB by default, which data loaders and NCCL exceed
 BLOCK, BLOCKS = 2**20, 512  # bytes of a write, and their number in the file that measures a disk
 DISK_SECONDS = 2.0  # longest measurement of writing
 

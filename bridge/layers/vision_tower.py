@@ -34,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # shape cuBLAS and Transformer Engine search for a kernel, which takes longer than the kernel.
 SQUARES_STEP, LENGTH_STEP = 128, 1024
 
-CUBIC_SLOPE = -0.75  # of the cubic kernel at distance 1, in torch's bicubic interpolation
+CUBIC_SLOPE = -0.75  # slope at distance 1 of the kernel of torch's bicubic interpolation
 
 TOWER_MODULES = "patch_embed", "patch_norm", "position_embeddings", "layers", "final_norm", "downsample"
 MERGERS = "merger", "deep_mergers"

@@ -85,7 +85,7 @@ class Vision:
     channels: int = 3
     patch_bias: bool = True
     qkv_bias: bool = True
-    layer_bias: bool = True  # of the other linear layers in the tower's layers
+    layer_bias: bool = True  # biases of the other linear layers in the tower's layers
     patch_norm: bool = False  # a norm on embedded patches, before position embeddings are added
     grid_side: int | None = None  # side of a grid of learned position embeddings, which is resampled
     # "bilinear": the ends of the grid are the first and the last patch; or "bicubic": the ends of their areas

@@ -46,7 +46,7 @@ MARGIN = 1.1
 class Gpu:
     """GPU of a run."""
 
-    name: str  # as torch has it
+    name: str  # torch's name
     memory: float  # bytes that a process sees
     per_node: int
 
@@ -67,7 +67,7 @@ class RunPlan:
 
     work: Workload
     layout: GpuLayout
-    is_measured: bool  # whether runs of this kind were measured, so that activations are known too
+    is_measured: bool  # runs of this kind were measured, so that activations are known too
 
     @property
     def memory(self) -> Memory:

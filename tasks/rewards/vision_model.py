@@ -49,7 +49,7 @@ class VisionModelReward:
         if vision is None:
             raise ValueError(f"{flag}: it has no preprocessor_config.json. Copy its files from the original checkpoint")
         self._vision = vision
-        if vision.chat_template:  # it goes before the tokenizer's
+        if vision.chat_template:  # has precedence over the tokenizer's
             self._tokenizer.chat_template = vision.chat_template
         check_template(self._tokenizer)
         model = load_model(folder, "", flag="--reward_model", dtype=dtype or "auto")

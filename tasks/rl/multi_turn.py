@@ -38,7 +38,7 @@ class NextTurn(NamedTuple):
     is_full: bool  # the messages exceed the maximal length: the episode is over, and truncated
     info: dict[str, Any]
     edit: EditedAnswer | None = None  # what the scheduler has made of the answer
-    images: Sequence[PlacedMedium] = ()  # of the messages, placed in `tokens`
+    images: Sequence[PlacedMedium] = ()  # images of the messages, placed in `tokens`
 
     @property
     def is_over(self) -> bool:

@@ -69,7 +69,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "find_spec",
         lambda name, *more: ModuleSpec(name, None) if name in PRETENDED else find(name, *more),
     )
-    monkeypatch.setattr(main, "build_app", values_without_typer)  # which takes half of the time
+    monkeypatch.setattr(main, "build_app", values_without_typer)  # typer takes half of the time
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -21,7 +21,7 @@ CASES = {
     "GLM-4V, CP2, megatron-core's format": (f"--context_parallel_size 2 {ALL} --save_safetensors false", False),
     "Qwen3.5, TP2": (f"{LAYOUTS['TP2']} {ALL}", False),
 }
-MODELS = {"GLM-4V": "glm4v", "Qwen3.5": "qwen3_5"}  # by the beginning of a case's name; of the others Qwen3-VL
+MODELS = {"GLM-4V": "glm4v", "Qwen3.5": "qwen3_5"}  # keyed by the beginning of a case's name; other cases have Qwen3-VL
 
 
 @pytest.fixture(scope="module")

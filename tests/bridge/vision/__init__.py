@@ -8,7 +8,7 @@ from tests.bridge.families import ACCOUNTED, CP, EP, LAYOUT, PP, ROPE, SHARED, S
 IMAGE, VIDEO, START, END = 250, 251, 252, 253  # token ids
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 TEXT = SHARED
-AXIAL = {"rope_type": "axial", "rope_theta": 50.0}  # of the towers
+AXIAL = {"rope_type": "axial", "rope_theta": 50.0}  # rope of the towers
 
 
 def qwen2_vl() -> Any:

@@ -61,7 +61,7 @@ def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDo
             continue
         time, height, width = part
         if is_glm and time == 1 and any(isinstance(other, tuple) and other[0] > 1 for other in parts):
-            part = time, height, width = 2, height, width // 2  # its class takes no image beside a video
+            part = time, height, width = 2, height, width // 2  # transformers' class takes no image beside a video
         frames = 1 if time == 1 else FRAMES
         tokens = height * width // MERGE**2
         blocks = [time * tokens] if not _splits_frames(model) else [tokens] * time

@@ -76,7 +76,7 @@ def test_more_gpus_are_proposed_where_no_layout_fits(command) -> None:
     with pytest.raises(ValueError, match=r"It fits on \d+ GPUs\. --plan off") as error:
         check_fits(options, 1, Gpu("NVIDIA L40S", 44.4 * GIB, 8))
     cluster = int(re.findall(r"on (\d+) GPUs", str(error.value))[0])
-    assert 61e9 / cluster < 44.4 * GIB  # its weights alone are 61 GB
+    assert 61e9 / cluster < 44.4 * GIB  # the weights alone are 61 GB
 
 
 def test_an_unknown_gpu_is_no_reason_to_refuse(command) -> None:

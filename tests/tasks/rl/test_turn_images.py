@@ -13,7 +13,7 @@ from tests.tasks.rl.test_turns import DUMPED
 from tests.tasks.vision_oracle import ALL, Oracle
 
 pytestmark = pytest.mark.slow
-PLACEHOLDERS = 5, 6  # of images and videos
+PLACEHOLDERS = 5, 6  # token ids of images and videos
 MESSAGE = "<|im_start|>tool\nseen <|vision_start|><|image_pad|><|vision_end|>.<|im_end|>\n<|im_start|>assistant\n"
 ROOM = 90  # tokens of an episode behind its prompt
 PLUGIN = """
