@@ -1,6 +1,6 @@
 """Vision tower: a transformer over patches, and mergers into features of the language model.
 
-Every rank holds all of it and encodes media of its own; see model/vision_features.py. One class covers the towers that
+Every rank holds all of it and encodes media of its own; see model/vision_encoder.py. One class covers the towers that
 `Vision` describes. Qwen2-VL: https://arxiv.org/abs/2409.12191, Qwen2.5-VL: https://arxiv.org/abs/2502.13923, Qwen3-VL:
 https://arxiv.org/abs/2511.21631, GLM-4.1V: https://arxiv.org/abs/2507.01006.
 """
@@ -8,7 +8,6 @@ https://arxiv.org/abs/2511.21631, GLM-4.1V: https://arxiv.org/abs/2507.01006.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
@@ -20,7 +19,7 @@ from ..kernels import usable
 from ..kernels.weight_gradient import has_main_grad, linear
 from ..mapping.param_mapping import Vision
 from .norm import LayerNorm, RMSNorm
-from .packed_seqs import to_device
+from .patch_plan import Blocks, PatchPlan
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
@@ -30,136 +29,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# On a GPU the squares of patches are padded to a multiple, and the longest length is rounded up to one: for each new
-# shape cuBLAS and Transformer Engine search for a kernel, which takes longer than the kernel.
-SQUARES_STEP, LENGTH_STEP = 128, 1024
-
-CUBIC_SLOPE = -0.75  # slope at distance 1 of the kernel of torch's bicubic interpolation
+# On a GPU the longest length is rounded up to a multiple: Transformer Engine searches for a kernel for each new one,
+# which takes longer than the kernel.
+LENGTH_STEP = 1024
 
 TOWER_MODULES = "patch_embed", "patch_norm", "position_embeddings", "layers", "final_norm", "downsample"
 MERGERS = "merger", "deep_mergers"
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Blocks of consecutive patches that attend to each other: an image, a frame of a video, or a window."""
-
-    lengths: list[int]
-    cu_seqlens: Tensor  # [blocks + 1] int32, on the device
-
-
-@dataclass(frozen=True)
-class PatchPlan:
-    """Description of the patches of some media, made on the CPU once for all layers.
-
-    Patches are in the order of the processor: merged squares after each other. Within the tower, with windows, they are
-    in the order of the windows.
-    """
-
-    cos: Tensor  # [patches, 1, head_dim / 2] fp32
-    sin: Tensor
-    full: Blocks
-    windows: Blocks | None
-    patch_order: Tensor | None  # [patches] int64: from the processor's order to the tower's
-    feature_order: Tensor | None  # [features] int64: from the tower's order back to the processor's
-    # Interpolation of the learned position embeddings: the rows for each patch, and their weights.
-    taps: Tensor | None  # [patches, 4 or 16] int64
-    tap_weights: Tensor | None  # [patches, 4 or 16] fp32
-    padding: int = 0  # patches at the end that are of no medium, and a block by themselves
-
-
-def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_step: int | None = None) -> PatchPlan:
-    """Return the plan of media. grids [media, 3] int64, CPU: time, height and width in patches.
-
-    squares_step: the patches are padded to a multiple of it; None: to one of SQUARES_STEP on a GPU
-
-    Its tensors are computed on the device, to which the host sends a row for each frame. On the host they took 6 to
-    20 ms for 16,000 patches, and the tower's forward kernels 45 ms (Qwen3-VL-30B-A3B, NVIDIA H200, 16 cores).
-    """
-    frames = [(height, width) for time, height, width in grids.tolist() for _ in range(time)]
-    side, step = vision.merge_size, squares_step or (SQUARES_STEP if device.type == "cuda" else 1)
-    padding = -sum(height * width for height, width in frames) % (step * side**2)
-    if padding:
-        frames.append((side, padding // side))
-    lengths = [height * width for height, width in frames]
-    starts = [0, *accumulate(lengths)]
-    total = starts[-1]
-    rows = torch.tensor([[*frame, start] for frame, start in zip(frames, starts, strict=False)], dtype=torch.int64)
-    full = _blocks(lengths, device)
-    patches = torch.arange(total, device=device)
-    frame_of = torch.searchsorted(full.cu_seqlens[1:], patches, right=True)
-    height, width, start = to_device(rows.view(-1, 3), device)[frame_of].unbind(1)
-    square, within = (patches - start) // side**2, patches % side**2  # a frame is of full squares
-    square_row, square_column = square // (width // side), square % (width // side)
-    row, column = square_row * side + within // side, square_column * side + within % side
-
-    windows = patch_order = feature_order = taps = tap_weights = None
-    if vision.window:
-        size = vision.window // side // vision.patch_size  # side of a window, in squares
-        shapes = [_window_lengths(*frame, side, size) for frame in frames]
-        firsts = torch.tensor([0, *accumulate(map(len, shapes))][:-1], dtype=torch.int64)
-        window = square_row // size * -(-width // (side * size)) + square_column // size
-        window += to_device(firsts, device)[frame_of]
-        patch_order = window.argsort(stable=True)
-        feature_order = (patch_order[:: side**2] // side**2).argsort()
-        windows = _blocks([length for shape in shapes for length in shape], device)
-    if vision.grid_side:
-        interpolate = _interpolate_cubic if vision.interpolation == "bicubic" else _interpolate
-        row_taps, row_weights = interpolate(row, height, vision.grid_side)
-        column_taps, column_weights = interpolate(column, width, vision.grid_side)
-        taps = (row_taps.unsqueeze(2) * vision.grid_side + column_taps.unsqueeze(1)).flatten(1)
-        tap_weights = (row_weights.unsqueeze(2) * column_weights.unsqueeze(1)).flatten(1)
-
-    positions = torch.stack((row, column), dim=1)  # for the rope: planes of height, then those of width
-    if patch_order is not None:
-        positions = positions[patch_order]
-    axis_dim = vision.hidden_size // vision.num_heads // 2
-    exponents = torch.arange(0, axis_dim, 2, dtype=torch.float32, device=device) / axis_dim
-    angles = (positions.unsqueeze(2).float() * (1.0 / vision.rope_base**exponents)).flatten(1).unsqueeze(1)
-    cos, sin = angles.cos(), angles.sin()
-    return PatchPlan(cos, sin, full, windows, patch_order, feature_order, taps, tap_weights, padding)
-
-
-def _blocks(lengths: list[int], device: torch.device) -> Blocks:
-    return Blocks(lengths, to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device))
-
-
-def _window_lengths(height: int, width: int, side: int, size: int) -> list[int]:
-    """Return the patches of a frame's windows of size x size squares; those at its end are smaller."""
-    rows, columns = (
-        [min(size, squares - first) for first in range(0, squares, size)] for squares in (height // side, width // side)
-    )
-    return [row * column * side**2 for row in rows for column in columns]
-
-
-def _interpolate(index: Tensor, size: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """Return taps and weights of linear interpolation: [patches, 2] each.
-
-    index: of the patch on an axis of `size` patches, whose ends are the ends of the table's `side` rows
-    """
-    place = index.float() * (side - 1) / (size - 1).clamp(min=1)
-    first = place.floor()
-    taps = torch.stack((first, first + 1), dim=1).long().clamp(max=side - 1)
-    second_weight = place - first
-    return taps, torch.stack((1 - second_weight, second_weight), dim=1)
-
-
-def _interpolate_cubic(index: Tensor, size: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """Return taps and weights of cubic convolution, as torch's grid_sample has them: [patches, 4] each.
-
-    index: of the patch on an axis of `size` patches, whose area is that of the table's `side` rows. Beyond its ends the
-    table repeats the last row.
-    """
-    place = (index.float() + 0.5) * side / size - 0.5
-    first = place.floor()
-    taps = torch.stack([first + offset for offset in range(-1, 3)], dim=1).long().clamp(0, side - 1)
-    share = place - first
-    far, near = CUBIC_SLOPE, CUBIC_SLOPE + 2
-    weights = [
-        ((far * x - 5 * far) * x + 8 * far) * x - 4 * far if is_far else (near * x - near - 1) * x * x + 1
-        for is_far, x in ((True, share + 1), (False, share), (False, 1 - share), (True, 2 - share))
-    ]
-    return taps, torch.stack(weights, dim=1)
 
 
 class Linear(nn.Linear):

@@ -27,7 +27,8 @@ from xxhash import xxh3_128
 from .. import runtime
 from ..layers.deepstack import MediaFeatures
 from ..layers.packed_seqs import to_device
-from ..layers.vision_tower import MERGERS, PatchPlan, VisionPart, VisionTower, plan_patches
+from ..layers.patch_plan import PatchPlan, plan_patches
+from ..layers.vision_tower import MERGERS, VisionPart, VisionTower
 from .feature_exchange import Exchange, FeatureExchange
 from .media_inputs import MediaInputs
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megaswift.bridge.families import family_of
-from megaswift.bridge.layers.vision_tower import VisionPart, plan_patches
+from megaswift.bridge.layers.patch_plan import plan_patches
+from megaswift.bridge.layers.vision_tower import VisionPart
 from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.mapping.param_mapping import expand_mappings
 from torch import Tensor

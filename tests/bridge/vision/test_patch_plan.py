@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megaswift.bridge.layers.vision_tower import VisionPart, plan_patches
+from megaswift.bridge.layers.patch_plan import plan_patches
+from megaswift.bridge.layers.vision_tower import VisionPart
 from megaswift.bridge.mapping.param_mapping import Vision
 from torch.testing import assert_close
 from transformers.vision_utils import (

@@ -27,7 +27,7 @@ from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.layers.deepstack import MediaFeatures
-from megaswift.bridge.layers.vision_tower import Blocks, PatchPlan, plan_patches
+from megaswift.bridge.layers.patch_plan import Blocks, PatchPlan, plan_patches
 from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import build_model, enable_grads_through_frozen
 from megaswift.bridge.model.model import Model
