@@ -19,6 +19,7 @@ from ..run.vocabulary import compare_vocabularies, vocabulary_error
 from .completion_json import from_json
 from .engine import Completion, Request, Sampling, TopLogProbs
 from .health import ANSWER_TIMEOUT, gather_all, notify, reconnect_hint, supervise, unreachable_reason
+from .image_bodies import request_bodies
 from .keys import client_key
 from .scoring_routes import decode_top
 
@@ -118,8 +119,9 @@ class ScoringClient:
         if self._model is None:
             # version None: the weights of the model's folder
             calls = [
-                ("/generate", {"requests": [asdict(request)], "sampling": asdict(sampling), "version": None})
+                ("/generate", body | {"sampling": asdict(sampling), "version": None})
                 for request in requests
+                for body in request_bodies([request])
             ]
             return self._post_with_retry(calls, lambda response: from_json(response.json()["completions"][0]))
         settings = {
