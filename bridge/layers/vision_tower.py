@@ -29,8 +29,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# On a GPU the longest length is rounded up to a multiple: Transformer Engine searches for a kernel for each new one,
-# which takes longer than the kernel.
+# The longest length is rounded up to a multiple on a GPU. Transformer Engine searches for a kernel for each new length,
+# and the search takes longer than the kernel.
 LENGTH_STEP = 1024
 
 TOWER_MODULES = "patch_embed", "patch_norm", "position_embeddings", "layers", "final_norm", "downsample"

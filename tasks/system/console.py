@@ -184,7 +184,7 @@ class _LibraryHandler(logging.Handler):
 
 
 _log: _Log | None = None
-_replaced: tuple[Callable[..., None], logging.Handler | None] | None = None  # what `start_copy` replaced
+_replaced: tuple[Callable[..., None], logging.Handler | None] | None = None  # handlers from before `start_copy`
 
 
 def visible_text(lines: str) -> str:
