@@ -9,8 +9,8 @@ from torch import Tensor
 from ..mapping.param_mapping import Vision
 from .packed_seqs import to_device
 
-# The squares of patches are padded to a multiple on a GPU. cuBLAS and Transformer Engine search for a kernel for each new
-# shape, and the search takes longer than the kernel.
+# The squares of patches are padded to a multiple on a GPU. cuBLAS and Transformer Engine search for a kernel for each
+# new shape, and the search takes longer than the kernel.
 SQUARES_STEP = 128
 CUBIC_SLOPE = -0.75  # slope at distance 1 of the kernel of torch's bicubic interpolation
 
