@@ -6,7 +6,7 @@ from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from . import glm4
 from .decoder import DEFAULTS, check_supported
 from .qwen2_5_vl_text import text_config
-from .vision_tower import TOWER_NAMES, tower_mappings, with_rope_axes
+from .vision_tower import TOWER_NAMES, common_settings, tower_mappings, with_rope_axes
 from .vlm_text import add_language_model_prefix, vision_config
 
 VISION_DEFAULTS: HfConfig = {
@@ -48,20 +48,13 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 def vision(hf_config: HfConfig) -> Vision:
     config = vision_config(hf_config, VISION_DEFAULTS)
     return Vision(
-        num_layers=config["depth"],
+        **common_settings(config),
         hidden_size=config["hidden_size"],
         ffn_hidden_size=config["out_hidden_size"],
-        num_heads=config["num_heads"],
         output_size=config["out_hidden_size"],
-        patch_size=config["patch_size"],
-        temporal_patch_size=config["temporal_patch_size"],
-        merge_size=config["spatial_merge_size"],
-        channels=config["in_channels"],
         normalization="RMSNorm",
         eps=config["rms_norm_eps"],
         gated=True,
-        activation=config["hidden_act"],
-        rope_base=config["rope_base"],
         qkv_bias=config["attention_bias"],
         layer_bias=False,
         patch_norm=True,

@@ -4,10 +4,11 @@ config.json on the hub is flat; transformers 5 writes a text_config. Tensors hav
 """
 
 from dataclasses import replace
+from typing import Any
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Vision
 from . import qwen2
-from .vision_tower import TOWER_NAMES, tower_mappings, with_rope_axes
+from .vision_tower import TOWER_NAMES, common_settings, tower_mappings, with_rope_axes
 from .vlm_text import add_language_model_prefix, mrope_text_config, vision_config
 
 VISION_DEFAULTS: HfConfig = {
@@ -54,17 +55,7 @@ def vision(hf_config: HfConfig) -> Vision:
     """Return Qwen2.5-VL's tower, or Qwen2-VL's: with layer norms, without gates and windows."""
     is_first = "Qwen2VLForConditionalGeneration" in (hf_config.get("architectures") or [])
     config = vision_config(hf_config, QWEN2_VISION_DEFAULTS if is_first else VISION_DEFAULTS)
-    shared = {
-        "num_layers": config["depth"],
-        "num_heads": config["num_heads"],
-        "patch_size": config["patch_size"],
-        "temporal_patch_size": config["temporal_patch_size"],
-        "merge_size": config["spatial_merge_size"],
-        "channels": config["in_channels"],
-        "activation": config["hidden_act"],
-        "rope_base": config["rope_base"],
-        "patch_bias": False,
-    }
+    shared: dict[str, Any] = common_settings(config) | {"patch_bias": False}
     if is_first:
         size = config["embed_dim"]
         ffn = int(size * config["mlp_ratio"])

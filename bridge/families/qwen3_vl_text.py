@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Vision
 from . import qwen3
-from .vision_tower import TOWER_NAMES, tower_mappings, with_rope_axes
+from .vision_tower import TOWER_NAMES, common_settings, tower_mappings, with_rope_axes
 from .vlm_text import add_language_model_prefix, mrope_text_config, vision_config
 
 VISION_DEFAULTS: HfConfig = {
@@ -36,17 +36,10 @@ def architecture(config: HfConfig) -> Architecture:
 def vision(hf_config: HfConfig) -> Vision:
     config = vision_config(hf_config, VISION_DEFAULTS)
     return Vision(
-        num_layers=config["depth"],
+        **common_settings(config),
         hidden_size=config["hidden_size"],
         ffn_hidden_size=config["intermediate_size"],
-        num_heads=config["num_heads"],
         output_size=config["out_hidden_size"],
-        patch_size=config["patch_size"],
-        temporal_patch_size=config["temporal_patch_size"],
-        merge_size=config["spatial_merge_size"],
-        channels=config["in_channels"],
-        activation=config["hidden_act"],
-        rope_base=config["rope_base"],
         grid_side=int(config["num_position_embeddings"] ** 0.5),
         deep_layers=tuple(config["deepstack_visual_indexes"]),
     )

@@ -1,6 +1,7 @@
 """Building blocks of the vision towers of vision-language families: mappings, and axes of multimodal ropes."""
 
 from dataclasses import replace
+from typing import Any
 
 from ..mapping.param_mapping import (
     REPLICATED,
@@ -28,6 +29,20 @@ def _heads_together(length: int, ranks: int, architecture: Architecture) -> list
     size = length // (3 * heads)
     starts = [(part * heads + head) * size for head in range(heads) for part in range(3)]
     return [Span(0, start, start + size) for start in starts]
+
+
+def common_settings(config: HfConfig) -> dict[str, Any]:
+    """Return the arguments of `Vision` that every tower's config has by the same names."""
+    return {
+        "num_layers": config["depth"],
+        "num_heads": config["num_heads"],
+        "patch_size": config["patch_size"],
+        "temporal_patch_size": config["temporal_patch_size"],
+        "merge_size": config["spatial_merge_size"],
+        "channels": config["in_channels"],
+        "activation": config["hidden_act"],
+        "rope_base": config["rope_base"],
+    }
 
 
 REPLICATED_GATE_UP = ShardingKind(None, _gate_then_up, ("gate", "up"))
