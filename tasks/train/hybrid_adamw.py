@@ -1,15 +1,14 @@
 """AdamW whose state is on the host or in narrow types, updated bucket by bucket.
 
-On the host only one bucket's gradients and weights are in pinned memory: while a bucket is computed, the next one's
-gradients arrive and the previous one's weights leave. The norm for clipping needs all gradients, so no update can begin
-within the backward pass.
+The norm for clipping needs all gradients, so no update can begin within the backward pass.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from ...bridge import runtime
 from ..system.memory import available_host_memory
+from ..system.pinned_memory import PinnedAllocator
+from . import host_pipeline, optimizer_buckets
 from .adamw import AdamW, TensorRow
+from .optimizer_buckets import BucketTensors, Piece, Workspace
 from .state_tensor import STATE_DTYPES, StateTensor
 
-BUCKET = 2**25  # elements, a multiple of state_tensor.BLOCK
 HOST_PIECE = 2**23  # elements of an update on the host: the fastest of 2^18 to 2^24 on 2 and on 32 cores
 HALF = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -69,46 +70,6 @@ def empty_masters() -> Iterator[None]:
         yield
 
 
-class _Piece(NamedTuple):
-    """Range of a parameter's elements, and their state."""
-
-    group: int  # number of the parameter group
-    parameter: Tensor  # that the optimizer updates: an fp32 master, or the model's fp32 parameter
-    start: int
-    stop: int
-    states: dict[str, StateTensor]  # exp_avg, exp_avg_sq, and param of a master
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def of(self, tensor: Tensor) -> Tensor:
-        return tensor.view(-1)[self.start : self.stop]
-
-
-class BucketTensors(NamedTuple):
-    """Tensors of a bucket's pieces, each [elements]."""
-
-    gradients: list[Tensor]
-    parameters: list[Tensor | None]  # fp32 parameters to update; None where a piece has a master among its states
-    copies: list[Tensor | None]  # half-precision copies of masters
-
-
-@dataclass
-class _Workspace:
-    """Memory for one bucket, allocated when it is first used."""
-
-    device: torch.device
-    is_pinned: bool = False
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    def take(self, name: str, offset: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        key = f"{name} {dtype}"
-        if key not in self.tensors:
-            self.tensors[key] = torch.empty(BUCKET, dtype=dtype, device=self.device, pin_memory=self.is_pinned)
-        return self.tensors[key][offset : offset + size]
-
-
 class HybridAdamW(AdamW):
     """AdamW with the state of a share of the parameters on the host, and states in fp32, fp16, bf16 or FP8.
 
@@ -123,18 +84,29 @@ class HybridAdamW(AdamW):
     ):
         self._placement, self._masters = placement, copies
         parameters = [parameter for group in groups for parameter in group["params"]]
-        self._on_host = _choose_hosted(parameters, placement.host_fraction)
+        self._on_host = _choose(parameters, placement.host_fraction)
+        host_parameters = [parameter for parameter in parameters if parameter in self._on_host]
+        self._visitors = _choose(host_parameters, host_pipeline.VISITING_SHARE)
+        self._pinned = PinnedAllocator("--optimizer_cpu_offload true")
         self._states: dict[Tensor, dict[str, StateTensor]] = {}
         super().__init__(groups, copies, **defaults)
-        numbers = {parameter: n for n, group in enumerate(self.param_groups) for parameter in group["params"]}
-        host_parameters = [parameter for parameter in parameters if parameter in self._on_host]
         is_narrow = any(dtype != "fp32" for dtype in (placement.exp_avg, placement.exp_avg_sq, placement.main_params))
         narrow = [parameter for parameter in parameters if parameter not in self._on_host] if is_narrow else []
         self._bucketed = {*host_parameters, *narrow}
-        self._host_buckets = self._buckets(host_parameters, numbers, min(BUCKET, HOST_PIECE))
-        self._device_buckets = self._buckets(narrow, numbers, BUCKET)
-        self._workspace = _Workspace(runtime.device())
-        self._pipeline = HostPipeline(self, self._host_buckets) if self._host_buckets else None
+        self._workspace = Workspace(runtime.device())
+        self._device_buckets = self._divide(narrow, optimizer_buckets.BUCKET)
+        self._pipeline = None
+        if host_parameters:
+            visitors = [parameter for parameter in host_parameters if parameter in self._visitors]
+            others = [parameter for parameter in host_parameters if parameter not in self._visitors]
+            visits = host_pipeline.DeviceVisits(self, self._divide(visitors, optimizer_buckets.BUCKET), self._workspace)
+            self._pipeline = host_pipeline.HostPipeline(self, self._divide(others, HOST_PIECE), visits)
+
+    def _divide(self, parameters: list[Tensor], size: int) -> list[list[Piece]]:
+        """Divide parameters into pieces of at most `size` elements, and these into buckets."""
+        groups = {parameter: n for n, group in enumerate(self.param_groups) for parameter in group["params"]}
+        rows = [(groups[parameter], parameter, self._states[parameter]) for parameter in parameters]
+        return optimizer_buckets.divide(rows, min(size, optimizer_buckets.BUCKET))
 
     @torch.no_grad()
     def _initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -143,8 +115,9 @@ class HybridAdamW(AdamW):
         dtypes = {name: self._placement.dtype_of(name) for name in MOMENTS}
         if parameter in self._masters and (is_hosted or self._placement.main_params != "fp32"):
             dtypes["param"] = self._placement.dtype_of("param")
+        zeros = self._pinned.zeros if parameter in self._visitors else partial(_zeros, device=device)
         states = {
-            name: StateTensor.zeros(parameter.numel(), dtype, device, is_root=name == "exp_avg_sq")
+            name: StateTensor.zeros(parameter.numel(), dtype, zeros, is_root=name == "exp_avg_sq")
             for name, dtype in dtypes.items()
         }
         if parameter in self._masters:
@@ -152,27 +125,12 @@ class HybridAdamW(AdamW):
             if "param" not in states:
                 _fill_storage(parameter)
                 parameter.view(-1).copy_(copy)
-            for start in range(0, len(copy) if "param" in states else 0, BUCKET):
-                stop = min(start + BUCKET, len(copy))
+            for start in range(0, len(copy) if "param" in states else 0, optimizer_buckets.BUCKET):
+                stop = min(start + optimizer_buckets.BUCKET, len(copy))
                 states["param"].part(start, stop).write(copy[start:stop].to(device).float())
         self._states[parameter] = states
         scales = {f"{name}_exponents": state.exponents for name, state in states.items() if state.exponents is not None}
         return {name: state.values for name, state in states.items()} | scales
-
-    def _buckets(self, parameters: list[Tensor], numbers: dict[Tensor, int], size: int) -> list[list[_Piece]]:
-        """Divide parameters into pieces of at most `size` elements, and these into buckets of at most BUCKET."""
-        buckets: list[list[_Piece]] = []
-        room = 0
-        for parameter in parameters:
-            for start in range(0, parameter.numel(), size):
-                stop = min(start + size, parameter.numel())
-                states = {name: state.part(start, stop) for name, state in self._states[parameter].items()}
-                if stop - start > room:
-                    buckets.append([])
-                    room = BUCKET
-                buckets[-1].append(_Piece(numbers[parameter], parameter, start, stop, states))
-                room -= stop - start
-        return buckets
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -181,24 +139,17 @@ class HybridAdamW(AdamW):
             plain = (p for p in group["params"] if p.grad is not None and p.numel() and p not in self._bucketed)
             self._step_group(number, group, plain)
         for number, bucket in enumerate(self._device_buckets):
-            gradients = [_gradient(piece) for piece in bucket]
-            parameters = [piece.of(piece.parameter) if "param" not in piece.states else None for piece in bucket]
-            copies = [self._copy_of(piece) for piece in bucket]
-            tensors = BucketTensors(gradients, parameters, copies)
+            tensors = BucketTensors.on_device(bucket, self.copies)
             self.step_bucket(f"bucket {number}", bucket, tensors, self._workspace, self.grad_scale, self.found_inf)
         if self._pipeline is not None:
             self._pipeline.step()
 
-    def _copy_of(self, piece: _Piece) -> Tensor | None:
-        copy = self.copies.get(piece.parameter)
-        return None if copy is None else piece.of(copy)
-
     def step_bucket(
         self,
         name: str,
-        bucket: list[_Piece],
-        tensors: "BucketTensors",
-        workspace: _Workspace,
+        bucket: list[Piece],
+        tensors: BucketTensors,
+        workspace: Workspace,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
@@ -257,95 +208,11 @@ class HybridAdamW(AdamW):
             if state is None:
                 copy.view(-1).copy_(parameter.view(-1))
                 continue
-            for start in range(0, parameter.numel(), BUCKET):
-                stop = min(start + BUCKET, parameter.numel())
+            for start in range(0, parameter.numel(), optimizer_buckets.BUCKET):
+                stop = min(start + optimizer_buckets.BUCKET, parameter.numel())
                 values = torch.empty(stop - start, dtype=torch.float32, device=state.values.device)
                 state.part(start, stop).read(values)
                 copy.view(-1)[start:stop].copy_(values.to(copy.dtype))
-
-
-class HostPipeline:
-    """Update of buckets on the host, beside the copies of the buckets before and after."""
-
-    def __init__(self, optimizer: HybridAdamW, buckets: list[list[_Piece]]):
-        self._optimizer, self._buckets = optimizer, buckets
-        self._is_cuda = runtime.device().type == "cuda"
-        self._slots = [_Workspace(torch.device("cpu"), is_pinned=self._is_cuda) for _ in range(2)]
-        self._narrow = _Workspace(torch.device("cpu"))
-        if self._is_cuda:
-            self._arrivals, self._departures = torch.cuda.Stream(), torch.cuda.Stream()
-            self._arrived = [torch.cuda.Event(), torch.cuda.Event()]
-            self._departed = [torch.cuda.Event(), torch.cuda.Event()]
-
-    def step(self) -> None:
-        """Update all buckets. Work queued on the current stream afterwards sees the new parameters."""
-        optimizer = self._optimizer
-        if self._is_cuda:
-            self._arrivals.wait_stream(torch.cuda.current_stream())
-        self._receive(0)
-        # These wait for the device: the end of the backward pass, and the norm over all ranks.
-        found_inf = torch.zeros(()) if optimizer.found_inf is None else optimizer.found_inf.cpu()
-        grad_scale = torch.ones(()) if optimizer.grad_scale is None else optimizer.grad_scale.cpu()
-        if found_inf:
-            return
-        with _all_cores(is_needed=self._is_cuda):
-            for number, bucket in enumerate(self._buckets):
-                if number + 1 < len(self._buckets):
-                    self._receive(number + 1)
-                if self._is_cuda:
-                    self._arrived[number % 2].synchronize()
-                    self._departed[number % 2].synchronize()  # frees the slot's copies
-                for piece, gradient, parameter, copy in zip(bucket, *self._staged(number), strict=True):
-                    tensors = BucketTensors([gradient], [parameter], [copy])
-                    optimizer.step_bucket("host", [piece], tensors, self._narrow, grad_scale, found_inf)
-                self._send(number)
-        if self._is_cuda:
-            torch.cuda.current_stream().wait_stream(self._departures)
-
-    def _receive(self, number: int) -> None:
-        """Queue the copies of a bucket's gradients, and of fp32 parameters, to the host."""
-        gradients, parameters, _ = self._staged(number)
-        if self._is_cuda:
-            self._arrivals.wait_event(self._departed[number % 2])  # parameters leave from where they arrive
-        with self._on_stream("arrivals"):
-            for piece, gradient, parameter in zip(self._buckets[number], gradients, parameters, strict=True):
-                gradient.copy_(_gradient(piece), non_blocking=True)
-                if parameter is not None:
-                    parameter.copy_(piece.of(piece.parameter), non_blocking=True)
-            if self._is_cuda:
-                self._arrived[number % 2].record(self._arrivals)
-
-    def _send(self, number: int) -> None:
-        """Queue the copies of a bucket's updated parameters to the device."""
-        _, parameters, copies = self._staged(number)
-        with self._on_stream("departures"):
-            for piece, parameter, copy in zip(self._buckets[number], parameters, copies, strict=True):
-                if parameter is not None:
-                    piece.of(piece.parameter).copy_(parameter, non_blocking=True)
-                elif copy is not None:
-                    piece.of(self._optimizer.copies[piece.parameter]).copy_(copy, non_blocking=True)
-            if self._is_cuda:
-                self._departed[number % 2].record(self._departures)
-
-    def _staged(self, number: int) -> BucketTensors:
-        """Return a bucket's tensors on the host, in one of the two slots."""
-        slot, offset = self._slots[number % 2], 0
-        tensors = BucketTensors([], [], [])
-        for piece in self._buckets[number]:
-            copy = self._optimizer.copies.get(piece.parameter)
-            tensors.gradients.append(slot.take("gradient", offset, piece.size))
-            tensors.parameters.append(slot.take("parameter", offset, piece.size) if copy is None else None)
-            tensors.copies.append(None if copy is None else slot.take("copy", offset, piece.size, copy.dtype))
-            offset += piece.size
-        return tensors
-
-    @contextmanager
-    def _on_stream(self, name: str) -> Iterator[None]:
-        if not self._is_cuda:
-            yield
-            return
-        with torch.cuda.stream(self._arrivals if name == "arrivals" else self._departures):
-            yield
 
 
 def check_host_memory(placement: StatePlacement, elements: int, *, has_masters: bool) -> None:
@@ -361,37 +228,20 @@ def check_host_memory(placement: StatePlacement, elements: int, *, has_masters: 
         )
 
 
-def _choose_hosted(parameters: list[Tensor], fraction: float) -> set[Tensor]:
+def _choose(parameters: list[Tensor], fraction: float) -> set[Tensor]:
     """Return the parameters, in order, that fit into this share of all elements."""
     budget = fraction * sum(parameter.numel() for parameter in parameters)
-    host_parameters, size = set(), 0
+    chosen, size = set(), 0
     for parameter in parameters:
         if size + parameter.numel() <= budget:
-            host_parameters.add(parameter)
+            chosen.add(parameter)
             size += parameter.numel()
-    return host_parameters
+    return chosen
+
+
+def _zeros(size: int, dtype: torch.dtype, *, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def _fill_storage(master: Tensor) -> None:
     master.untyped_storage().resize_(master.numel() * master.element_size())
-
-
-def _gradient(piece: _Piece) -> Tensor:
-    gradient = piece.parameter.grad
-    assert gradient is not None
-    return piece.of(gradient)
-
-
-@contextmanager
-def _all_cores(*, is_needed: bool) -> Iterator[None]:
-    """Let this process use its share of the machine's cores, which it leaves to data workers otherwise."""
-    if not is_needed:
-        yield
-        return
-    threads = torch.get_num_threads()
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

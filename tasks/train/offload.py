@@ -4,7 +4,6 @@ Only storages move: tensors and their views remain the same objects, with empty 
 """
 
 import itertools
-import mmap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,17 +12,18 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from ...bridge import runtime
+from ..system.pinned_memory import ALIGNMENT, PinnedMemory
 from .optimizer import chained_optimizers
 from .step import TrainState
 
-ALIGNMENT = 512  # bytes, of each storage's start in host memory
+FLAGS = "--offload_model, --offload_optimizer, --offload_critic"
 
 
 class HostBuffer:
     """Pinned host memory for offloaded tensor storages, reused by later offloads."""
 
     def __init__(self) -> None:
-        self._memory: _PinnedMemory | None = None
+        self._memory: PinnedMemory | None = None
         self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []  # each storage and its bytes on the host
 
     @property
@@ -42,7 +42,7 @@ class HostBuffer:
         ends = list(itertools.accumulate(-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages))
         if self._memory is None or len(self._memory.flat) < ends[-1]:
             self.close()
-            self._memory = _PinnedMemory(ends[-1])
+            self._memory = PinnedMemory(ends[-1], FLAGS)
         for storage, start in zip(storages, [0, *ends], strict=False):
             host = self._memory.flat[start : start + storage.nbytes()]
             host.copy_(_as_bytes(storage), non_blocking=True)
@@ -63,26 +63,6 @@ class HostBuffer:
             runtime.synchronize()
             self._memory.close()
             self._memory = None
-
-
-class _PinnedMemory:
-    """Host memory, pinned if there is a GPU. torch's pinned allocator would round up to a power of two."""
-
-    def __init__(self, size: int):
-        self.flat = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-        if not torch.cuda.is_available():
-            return
-        self._cuda: Any = torch.cuda.cudart()
-        if error := int(self._cuda.cudaHostRegister(self.flat.data_ptr(), size, 0)):
-            raise RuntimeError(
-                f"--offload_model, --offload_optimizer, --offload_critic: {size / 2**30:.2f} GiB of the host's memory "
-                f"cannot be locked (CUDA error {error}). Is there enough of it? Set them to false, or use more "
-                "processes"
-            )
-
-    def close(self) -> None:
-        if torch.cuda.is_available():
-            self._cuda.cudaHostUnregister(self.flat.data_ptr())
 
 
 class TrainerOffload:

@@ -3,6 +3,7 @@
 A scale is a power of two, so that values that were read and are written again stay the same: a resume is exact.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,12 +37,13 @@ class StateTensor(NamedTuple):
     is_root: bool = False
 
     @classmethod
-    def zeros(cls, size: int, dtype: torch.dtype, device: torch.device, *, is_root: bool = False) -> "StateTensor":
-        """Return zeros. is_root: store square roots if the type is scaled."""
-        values = torch.zeros(size, dtype=dtype, device=device)
+    def zeros(
+        cls, size: int, dtype: torch.dtype, make: Callable[[int, torch.dtype], Tensor], *, is_root: bool = False
+    ) -> "StateTensor":
+        """Return zeros, from `make(size, dtype)`. is_root: store square roots if the type is scaled."""
         if dtype not in _LARGEST:
-            return cls(values)
-        return cls(values, torch.zeros(-(-size // BLOCK), dtype=torch.int8, device=device), is_root)
+            return cls(make(size, dtype))
+        return cls(make(size, dtype), make(-(-size // BLOCK), torch.int8), is_root)
 
     @property
     def is_scaled(self) -> bool:

@@ -10,17 +10,17 @@ import gc
 
 import torch
 from megaswift.bridge.layers import activation_offload
-from megaswift.tasks.train import hybrid_adamw
+from megaswift.tasks.train import host_pipeline, optimizer_buckets
 
 from tests.layouts import worker
 
-hybrid_adamw.BUCKET = 2**18 if torch.cuda.is_available() else 2**10
+optimizer_buckets.BUCKET = 2**18 if torch.cuda.is_available() else 2**10
 activation_offload.MIN_BYTES = 0
 
 
 def run(job: dict) -> dict:
     send, begin, open_training = (
-        hybrid_adamw.HostPipeline._send,
+        host_pipeline.HostPipeline._send,
         activation_offload._SavedTensor.__init__,
         worker.open_training,
     )
@@ -39,7 +39,7 @@ def run(job: dict) -> dict:
         return training
 
     if job.get("loses_bucket"):
-        hybrid_adamw.HostPipeline._send = lambda self, number: send(self, number) if number else None
+        host_pipeline.HostPipeline._send = lambda self, number: send(self, number) if number else None
     activation_offload._SavedTensor.__init__, worker.open_training = count, measure
     gc.collect()
     earlier = 0  # bytes of earlier jobs of this process
@@ -49,7 +49,7 @@ def run(job: dict) -> dict:
     try:
         return worker.run(job) | counts
     finally:
-        hybrid_adamw.HostPipeline._send = send
+        host_pipeline.HostPipeline._send = send
         activation_offload._SavedTensor.__init__, worker.open_training = begin, open_training
 
 

@@ -8,7 +8,8 @@ import torch
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.option_groups import compose
 from megaswift.tasks.options import SftOptions
-from megaswift.tasks.train import hybrid_adamw
+from megaswift.tasks.system import pinned_memory
+from megaswift.tasks.train import host_pipeline, hybrid_adamw, optimizer_buckets
 from megaswift.tasks.train.hybrid_adamw import HybridAdamW, StatePlacement, check_host_memory
 from megaswift.tasks.train.optimizer import build_optimizer, chained_optimizers, wrap_for_data_parallelism
 from safetensors.torch import load_file
@@ -44,7 +45,7 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(hybrid_adamw, "BUCKET", 512)
+    monkeypatch.setattr(optimizer_buckets, "BUCKET", 512)
 
 
 def parameters() -> tuple[list[Tensor], dict[Tensor, Tensor]]:
@@ -151,6 +152,58 @@ def test_nothing_changes_where_the_norm_is_not_finite(placement):
     step(optimizer, 1)
     after = (states(optimizer), list(copies.values()), values[2:])
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("types", [(), ("bf16", "fp8", "fp16")])
+def test_states_that_visit_the_device_are_those_that_stay(types, monkeypatch):
+    """On a CPU both are the same arithmetic, so bits are equal; each share divides the parameters differently."""
+    placement, visitors, found = StatePlacement(1.0, *types), [], []
+    for share in (0.0, 0.6, 1.0):
+        monkeypatch.setattr(host_pipeline, "VISITING_SHARE", share)
+        values, copies = parameters()
+        optimizer = HybridAdamW([{"params": values}], copies, placement, **SETTINGS)
+        visitors.append(sum(parameter.numel() for parameter in optimizer._visitors))
+        for seed in range(3):
+            step(optimizer, seed)
+        found.append((states(optimizer), list(copies.values()), values[2:]))
+    assert 0 == visitors[0] < visitors[1] < visitors[2] == sum(map(torch.numel, values))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    torch.testing.assert_close(found[2], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("direction", ["arrive", "leave"])
+def test_a_state_that_does_not_travel_is_seen(direction, monkeypatch):
+    monkeypatch.setattr(host_pipeline, "VISITING_SHARE", 1.0)
+    copy_states = host_pipeline._copy_states
+    found = []
+    for fails in (False, True):
+        values, copies = parameters()
+        optimizer = HybridAdamW([{"params": values}], copies, StatePlacement(1.0), **SETTINGS)
+        on_host = {state.values.data_ptr() for parts in optimizer._states.values() for state in parts.values()}
+
+        def copy_some(sources, targets, fails=fails, on_host=on_host):
+            leaves = any(state.values.data_ptr() in on_host for state in targets.values())
+            if not fails or leaves != (direction == "leave"):
+                copy_states(sources, targets)
+
+        monkeypatch.setattr(host_pipeline, "_copy_states", copy_some)
+        for seed in range(3):
+            step(optimizer, seed)
+        found.append(copies[values[0]])
+    assert not torch.equal(*found)
+
+
+def test_pinned_memory_is_divided():
+    allocator = pinned_memory.PinnedAllocator("--flag")
+    tensors = [
+        allocator.zeros(size, dtype) for size, dtype in ((5, torch.float32), (300, torch.int8), (0, torch.float32))
+    ]
+    tensors.append(allocator.zeros(pinned_memory.BLOCK // 4, torch.float32))  # does not fit into the rest
+    for number, tensor in enumerate(tensors):
+        assert not tensor.any()
+        assert tensor.data_ptr() % 16 == 0
+        tensor.fill_(number + 1)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[1], [2], [], [4]]
 
 
 def test_masters_take_no_memory_beside_the_states(alone):

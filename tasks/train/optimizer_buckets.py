@@ -1,0 +1,87 @@
+"""Buckets of parameters that an optimizer updates together, and the memory through which they pass."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .state_tensor import BLOCK, StateTensor
+
+BUCKET = 2**25  # elements, a multiple of state_tensor.BLOCK
+
+
+class Piece(NamedTuple):
+    """Range of a parameter's elements, and their state."""
+
+    group: int  # number of the parameter group
+    parameter: Tensor  # that the optimizer updates: an fp32 master, or the model's fp32 parameter
+    start: int
+    stop: int
+    states: dict[str, StateTensor]  # exp_avg, exp_avg_sq, and param of a master
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def gradient(self) -> Tensor:
+        gradient = self.parameter.grad
+        assert gradient is not None
+        return self.of(gradient)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.view(-1)[self.start : self.stop]
+
+
+class BucketTensors(NamedTuple):
+    """Tensors of a bucket's pieces, each [elements]."""
+
+    gradients: list[Tensor]
+    parameters: list[Tensor | None]  # fp32 parameters to update; None where a piece has a master among its states
+    copies: list[Tensor | None]  # half-precision copies of masters
+
+    @classmethod
+    def on_device(cls, bucket: list[Piece], copies: dict[Tensor, Tensor]) -> "BucketTensors":
+        """Return the tensors of a bucket where they are. copies: half-precision copy of each master"""
+        return cls(
+            [piece.gradient for piece in bucket],
+            [piece.of(piece.parameter) if "param" not in piece.states else None for piece in bucket],
+            [piece.of(copies[piece.parameter]) if piece.parameter in copies else None for piece in bucket],
+        )
+
+
+@dataclass
+class Workspace:
+    """Memory for one bucket, allocated when it is first used."""
+
+    device: torch.device
+    is_pinned: bool = False
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, name: str, offset: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        key = f"{name} {dtype}"
+        if key not in self.tensors:
+            self.tensors[key] = torch.empty(BUCKET, dtype=dtype, device=self.device, pin_memory=self.is_pinned)
+        return self.tensors[key][offset : offset + size]
+
+
+def divide(parameters: list[tuple[int, Tensor, dict[str, StateTensor]]], size: int) -> list[list[Piece]]:
+    """Divide parameters into pieces of at most `size` elements, and these into buckets of at most BUCKET.
+
+    parameters: the number of the parameter group, the parameter, and its states
+    size: a multiple of state_tensor.BLOCK
+    """
+    assert not size % BLOCK
+    buckets: list[list[Piece]] = []
+    room = 0
+    for group, parameter, states in parameters:
+        for start in range(0, parameter.numel(), size):
+            stop = min(start + size, parameter.numel())
+            if stop - start > room:
+                buckets.append([])
+                room = BUCKET
+            parts = {name: state.part(start, stop) for name, state in states.items()}
+            buckets[-1].append(Piece(group, parameter, start, stop, parts))
+            room -= stop - start
+    return buckets
