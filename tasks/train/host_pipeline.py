@@ -17,7 +17,8 @@ from ...bridge import runtime
 from .optimizer_buckets import BucketTensors, Piece, Workspace
 from .state_tensor import BLOCK, StateTensor
 
-VISITING_SHARE = 0.5  # share of the states on the host that visit the device: the fastest there
+VISITING_SHARE = 0.5  # share of the states on the host that visit the device: the fastest of 0 to 1
+BUCKET = 2**23  # elements that are copied or updated together: the fastest of 2^21, 2^23 and 2^25
 HOST_SLOTS, DEVICE_SLOTS = 2, 3  # buckets that are under way
 QUEUED_AHEAD = 4  # visits that are queued before their turn, so that PCIe does not wait for the cores
 
@@ -88,8 +89,8 @@ class HostPipeline:
     def __init__(self, optimizer: BucketOptimizer, buckets: list[list[Piece]], visits: "DeviceVisits"):
         self._optimizer, self._buckets, self._visits = optimizer, buckets, visits
         is_cuda = runtime.device().type == "cuda"
-        self._slots = [Workspace(torch.device("cpu"), is_pinned=is_cuda) for _ in range(HOST_SLOTS)]
-        self._narrow = Workspace(torch.device("cpu"))
+        self._slots = [Workspace(torch.device("cpu"), BUCKET, is_pinned=is_cuda) for _ in range(HOST_SLOTS)]
+        self._narrow = Workspace(torch.device("cpu"), BUCKET)
         self._arrivals, self._departures = CopyStream(HOST_SLOTS), CopyStream(HOST_SLOTS)
 
     def step(self) -> None:
@@ -162,7 +163,7 @@ class DeviceVisits:
     def __init__(self, optimizer: BucketOptimizer, buckets: list[list[Piece]], workspace: Workspace):
         """Arguments: workspace: memory on the device for states in fp32 while they are used, if they are narrower."""
         self._optimizer, self._buckets, self._workspace = optimizer, buckets, workspace
-        self._slots = [Workspace(runtime.device()) for _ in range(DEVICE_SLOTS)]
+        self._slots = [Workspace(runtime.device(), BUCKET) for _ in range(DEVICE_SLOTS)]
         self._arrivals, self._departures = CopyStream(DEVICE_SLOTS), CopyStream(DEVICE_SLOTS)
         self._queued = 0  # buckets of this step
 

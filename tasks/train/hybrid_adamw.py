@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 from ...bridge import runtime
 from ..system.memory import available_host_memory
 from ..system.pinned_memory import PinnedAllocator
-from . import host_pipeline, optimizer_buckets
+from . import host_pipeline
 from .adamw import AdamW, TensorRow
-from .optimizer_buckets import BucketTensors, Piece, Workspace
+from .optimizer_buckets import BucketTensors, Piece, Workspace, divide
 from .state_tensor import STATE_DTYPES, StateTensor
 
-HOST_PIECE = 2**23  # elements of an update on the host: the fastest of 2^18 to 2^24 on 2 and on 32 cores
+DEVICE_BUCKET = 2**25  # elements whose narrow states are in fp32 on the device at a time
 HALF = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -93,20 +93,20 @@ class HybridAdamW(AdamW):
         is_narrow = any(dtype != "fp32" for dtype in (placement.exp_avg, placement.exp_avg_sq, placement.main_params))
         narrow = [parameter for parameter in parameters if parameter not in self._on_host] if is_narrow else []
         self._bucketed = {*host_parameters, *narrow}
-        self._workspace = Workspace(runtime.device())
-        self._device_buckets = self._divide(narrow, optimizer_buckets.BUCKET)
+        self._workspace = Workspace(runtime.device(), DEVICE_BUCKET)
+        self._device_buckets = self._divide(narrow, DEVICE_BUCKET)
         self._pipeline = None
         if host_parameters:
             visitors = [parameter for parameter in host_parameters if parameter in self._visitors]
             others = [parameter for parameter in host_parameters if parameter not in self._visitors]
-            visits = host_pipeline.DeviceVisits(self, self._divide(visitors, optimizer_buckets.BUCKET), self._workspace)
-            self._pipeline = host_pipeline.HostPipeline(self, self._divide(others, HOST_PIECE), visits)
+            visits = host_pipeline.DeviceVisits(self, self._divide(visitors, host_pipeline.BUCKET), self._workspace)
+            self._pipeline = host_pipeline.HostPipeline(self, self._divide(others, host_pipeline.BUCKET), visits)
 
     def _divide(self, parameters: list[Tensor], size: int) -> list[list[Piece]]:
         """Divide parameters into pieces of at most `size` elements, and these into buckets."""
         groups = {parameter: n for n, group in enumerate(self.param_groups) for parameter in group["params"]}
         rows = [(groups[parameter], parameter, self._states[parameter]) for parameter in parameters]
-        return optimizer_buckets.divide(rows, min(size, optimizer_buckets.BUCKET))
+        return divide(rows, size)
 
     @torch.no_grad()
     def _initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -125,8 +125,8 @@ class HybridAdamW(AdamW):
             if "param" not in states:
                 _fill_storage(parameter)
                 parameter.view(-1).copy_(copy)
-            for start in range(0, len(copy) if "param" in states else 0, optimizer_buckets.BUCKET):
-                stop = min(start + optimizer_buckets.BUCKET, len(copy))
+            for start in range(0, len(copy) if "param" in states else 0, DEVICE_BUCKET):
+                stop = min(start + DEVICE_BUCKET, len(copy))
                 states["param"].part(start, stop).write(copy[start:stop].to(device).float())
         self._states[parameter] = states
         scales = {f"{name}_exponents": state.exponents for name, state in states.items() if state.exponents is not None}
@@ -208,8 +208,8 @@ class HybridAdamW(AdamW):
             if state is None:
                 copy.view(-1).copy_(parameter.view(-1))
                 continue
-            for start in range(0, parameter.numel(), optimizer_buckets.BUCKET):
-                stop = min(start + optimizer_buckets.BUCKET, parameter.numel())
+            for start in range(0, parameter.numel(), DEVICE_BUCKET):
+                stop = min(start + DEVICE_BUCKET, parameter.numel())
                 values = torch.empty(stop - start, dtype=torch.float32, device=state.values.device)
                 state.part(start, stop).read(values)
                 copy.view(-1)[start:stop].copy_(values.to(copy.dtype))

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .state_tensor import BLOCK, StateTensor
 
-BUCKET = 2**25  # elements, a multiple of state_tensor.BLOCK
-
 
 class Piece(NamedTuple):
     """Range of a parameter's elements, and their state."""
@@ -53,21 +51,22 @@ class BucketTensors(NamedTuple):
 
 @dataclass
 class Workspace:
-    """Memory for one bucket, allocated when it is first used."""
+    """Memory for one bucket of at most `size` elements, allocated when it is first used."""
 
     device: torch.device
+    size: int
     is_pinned: bool = False
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, name: str, offset: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         key = f"{name} {dtype}"
         if key not in self.tensors:
-            self.tensors[key] = torch.empty(BUCKET, dtype=dtype, device=self.device, pin_memory=self.is_pinned)
+            self.tensors[key] = torch.empty(self.size, dtype=dtype, device=self.device, pin_memory=self.is_pinned)
         return self.tensors[key][offset : offset + size]
 
 
 def divide(parameters: list[tuple[int, Tensor, dict[str, StateTensor]]], size: int) -> list[list[Piece]]:
-    """Divide parameters into pieces of at most `size` elements, and these into buckets of at most BUCKET.
+    """Divide parameters into pieces, and these into buckets of at most `size` elements.
 
     parameters: the number of the parameter group, the parameter, and its states
     size: a multiple of state_tensor.BLOCK
@@ -80,7 +79,7 @@ def divide(parameters: list[tuple[int, Tensor, dict[str, StateTensor]]], size: i
             stop = min(start + size, parameter.numel())
             if stop - start > room:
                 buckets.append([])
-                room = BUCKET
+                room = size
             parts = {name: state.part(start, stop) for name, state in states.items()}
             buckets[-1].append(Piece(group, parameter, start, stop, parts))
             room -= stop - start

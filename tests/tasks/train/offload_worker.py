@@ -10,11 +10,11 @@ import gc
 
 import torch
 from megaswift.bridge.layers import activation_offload
-from megaswift.tasks.train import host_pipeline, optimizer_buckets
+from megaswift.tasks.train import host_pipeline, hybrid_adamw
 
 from tests.layouts import worker
 
-optimizer_buckets.BUCKET = 2**18 if torch.cuda.is_available() else 2**10
+host_pipeline.BUCKET = hybrid_adamw.DEVICE_BUCKET = 2**18 if torch.cuda.is_available() else 2**10
 activation_offload.MIN_BYTES = 0
 
 

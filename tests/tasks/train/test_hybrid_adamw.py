@@ -9,7 +9,7 @@ from megaswift.bridge.model.build import build_model
 from megaswift.bridge.option_groups import compose
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.system import pinned_memory
-from megaswift.tasks.train import host_pipeline, hybrid_adamw, optimizer_buckets
+from megaswift.tasks.train import host_pipeline, hybrid_adamw
 from megaswift.tasks.train.hybrid_adamw import HybridAdamW, StatePlacement, check_host_memory
 from megaswift.tasks.train.optimizer import build_optimizer, chained_optimizers, wrap_for_data_parallelism
 from safetensors.torch import load_file
@@ -45,7 +45,8 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(optimizer_buckets, "BUCKET", 512)
+    monkeypatch.setattr(host_pipeline, "BUCKET", 512)
+    monkeypatch.setattr(hybrid_adamw, "DEVICE_BUCKET", 512)
 
 
 def parameters() -> tuple[list[Tensor], dict[Tensor, Tensor]]:

@@ -64,7 +64,7 @@ def test_numbers_and_memory(name, results):
     else:
         assert saved == pytest.approx(12 - state_bytes, abs=0.6)  # the allocator rounds up: 0.5 of 12
     if "host" in name and name != "half on the host":  # masters were never on the GPU together
-        assert run["peak"] - run["built"] < 2 * elements
+        assert run["peak"] - run["built"] < 2.5 * elements
     assert (run["copies"] > 0) == ("activations" in name)
 
 
