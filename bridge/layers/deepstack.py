@@ -1,9 +1,10 @@
 """Features of images and videos in the language model: in place of embeddings, and added behind its first layers."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 
@@ -25,10 +26,30 @@ class MediaFeatures:
 
     def add_to(self, hidden_states: Tensor, level: int) -> Tensor:
         """hidden_states [sequence, batch, hidden_size] -> the same shape."""
-        flat = hidden_states.flatten(0, 1)
-        output = flat.index_add(0, self.positions, self.levels[level].to(flat.dtype)).view(hidden_states.shape)
-        # The pipeline schedule frees the data of a stage's output, which must not be a view.
-        return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
+        return _AddRows.apply(hidden_states, self.levels[level], self.positions)  # pyright: ignore[reportReturnType]
+
+
+class _AddRows(torch.autograd.Function):
+    """Sum of hidden states [sequence, batch, hidden_size] and rows [n, hidden_size] at n different positions.
+
+    `index_add` would use atomic operations. The output is no view, because the pipeline schedule frees the data of a
+    stage's output.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
+        ctx.dtype = rows.dtype
+        output = hidden_states.clone(memory_format=torch.contiguous_format)
+        flat = output.view(-1, output.shape[-1])
+        flat.index_copy_(0, positions, flat.index_select(0, positions) + rows.to(output.dtype))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        [grad], [positions] = grads, ctx.saved_tensors
+        rows = grad.flatten(0, 1).index_select(0, positions).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        return grad, rows, None
 
 
 class DeepStackLayer(TransformerLayer):

@@ -19,6 +19,7 @@ from ..json_types import JsonObject
 from ..machine import end_with_parent
 from .collator import Batch, BatchLayout, GlobalTotals, StepDivision
 from .sample_order import Epochs
+from .shared_slots import shared_slots
 from .streaming import StreamedBatches, TokenStream
 
 PREFETCH = 2, 16  # minimum and maximum of micro batches that a worker prepares ahead
@@ -163,17 +164,18 @@ class Batches:
             yield [batch for batch, _ in step]
 
     def _loader(self, dataset: Dataset, sampler: Iterable | None = None) -> DataLoader:
+        # A full step is prepared ahead, or the maximum of micro batches per worker of a larger step.
         minimum, maximum = PREFETCH
+        prefetch = min(max(minimum, -(-self.micro_batches // max(self.num_workers, 1))), maximum)
+        # A worker begins a batch when all but `prefetch` of its batches have been read.
+        slots = shared_slots(self.num_workers, prefetch + 2) if self.layout.vision else None
         return DataLoader(
             dataset,
             batch_size=None,
             sampler=sampler,
-            collate_fn=_identity,
+            collate_fn=slots.pack if slots else _identity,
             num_workers=self.num_workers,
-            # A full step is prepared ahead, or `maximum` micro batches per worker of a larger step.
-            prefetch_factor=min(max(minimum, -(-self.micro_batches // self.num_workers)), maximum)
-            if self.num_workers
-            else None,
+            prefetch_factor=prefetch if self.num_workers else None,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_start_worker,
             generator=torch.Generator(),  # keeps the state of torch's default generator for the model
