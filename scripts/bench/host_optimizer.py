@@ -1,6 +1,7 @@
-"""Speed of AdamW's update on the host, by the type of the moments: `python scripts/bench/host_optimizer.py`.
+"""Speed of AdamW's update with the state on the host: `python scripts/bench/host_optimizer.py`.
 
-The update is that of --optimizer_cpu_offload true, without the copies from and to a GPU, of 2^26 parameters in bf16.
+The update is that of --optimizer_cpu_offload true, of parameters in bf16. Without a GPU: by the cores alone, for each
+type of the moments. With one: with all copies, for shares of the states that visit the GPU.
 """
 
 # pyright: reportMissingImports=false
@@ -9,32 +10,46 @@ import statistics
 import time
 
 import torch
+from megaswift.bridge import runtime
+from megaswift.tasks.train import host_pipeline
 from megaswift.tasks.train.hybrid_adamw import HybridAdamW, StatePlacement
 
-PARAMETERS = 2**26
+TENSORS = 8
 STEPS = 4  # the first one allocates memory, and does not count
 SETTINGS = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def measure(dtype: str) -> float:
+def measure(parameters: int, dtype: str) -> float:
     """Return the median of millions of parameters per second. dtype: of both moments"""
-    weights = torch.randn(PARAMETERS).bfloat16()
-    master = torch.empty(PARAMETERS)
-    master.untyped_storage().resize_(0)  # the optimizer holds its values
-    optimizer = HybridAdamW([{"params": [master]}], {master: weights}, StatePlacement(1.0, dtype, dtype), **SETTINGS)
-    master.grad = torch.randn(PARAMETERS)
+    device = runtime.device()
+    copies = {}
+    for _ in range(TENSORS):
+        master = torch.empty(parameters // TENSORS, device=device)
+        copies[master] = torch.randn_like(master).bfloat16()
+        master.grad = torch.randn_like(master)
+        master.untyped_storage().resize_(0)  # the optimizer holds its values
+    optimizer = HybridAdamW([{"params": [*copies]}], copies, StatePlacement(1.0, dtype, dtype), **SETTINGS)
     seconds = []
     for _ in range(STEPS):
+        runtime.synchronize()
         begin = time.perf_counter()
         optimizer.step()
+        runtime.synchronize()
         seconds.append(time.perf_counter() - begin)
-    return PARAMETERS / statistics.median(seconds[1:]) / 1e6
+    return parameters / statistics.median(seconds[1:]) / 1e6
 
 
 def main() -> None:
-    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    print(f"{torch.get_num_threads()} threads, {device}, torch {torch.__version__}")
+    if torch.cuda.is_available():
+        for share in (0.0, 0.25, 0.4, 0.5, 0.6, 0.75, 1.0):
+            host_pipeline.VISITING_SHARE = share
+            print(f"{share:.0%} visit the GPU: {measure(2**30, 'fp32'):,.0f} million parameters/s", flush=True)
+        return
+    host_pipeline.VISITING_SHARE = 0.0
     for dtype in ("fp32", "bf16", "fp16", "fp8"):
-        print(f"moments in {dtype}: {measure(dtype):,.0f} million parameters/s", flush=True)
+        print(f"moments in {dtype}: {measure(2**26, dtype):,.0f} million parameters/s", flush=True)
 
 
 if __name__ == "__main__":

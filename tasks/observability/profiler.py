@@ -75,30 +75,48 @@ class Profile:
         profiler.export_chrome_trace(str(trace))
         on_gpu = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
         kernels = [event for event in on_gpu if not event.is_user_annotation]  # annotations are not work
-        table = (
-            table_of_kernels(kernels, len(self.steps)) if kernels else _table_of_operators(profiler, len(self.steps))
-        )
+        annotations = [event for event in on_gpu if event.is_user_annotation]
+        steps = len(self.steps)
+        table = table_of_kernels(kernels, annotations, steps) if kernels else _table_of_operators(profiler, steps)
         trace.with_suffix(".txt").write_text(table)
         self.note(f"profiled steps {self.steps[0]} to {step}: {trace}, with a table in .txt beside it")
 
 
-def table_of_kernels(kernels: list[Any], steps: int) -> str:
-    """Return the device time by kernel (including copies), and the share of time without any."""
-    rows: dict[str, tuple[int, float]] = {}
+def table_of_kernels(kernels: list[Any], annotations: list[Any], steps: int) -> str:
+    """Return the device time by kernel (including copies), and the time without any: by the kernel that ends it.
+
+    annotations: named parts of a step on the device, whose times are given too
+    """
+    rows, waits = _Rows(), _Rows()
+    gaps: list[tuple[float, float]] = []
+    kernels = sorted(kernels, key=lambda event: event.time_range.start)
+    begin = end = kernels[0].time_range.start
     for event in kernels:
-        count, total = rows.get(event.name, (0, 0.0))
-        rows[event.name] = count + 1, total + event.time_range.elapsed_us()
-    spans = sorted((event.time_range.start, event.time_range.end) for event in kernels)
-    busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    duration = end - spans[0][0]
-    summary = (
-        f"{plural(steps, 'step')} of {duration / steps / 1e3:,.1f} ms; in each no kernel runs for "
-        f"{(duration - busy) / steps / 1e3:,.1f} ms ({1 - busy / duration:.1%}), between the first and the last one\n"
-    )
-    return summary + _table(rows, steps)
+        rows.add(event.name, event.time_range.elapsed_us())
+        if event.time_range.start > end:
+            waits.add(event.name, event.time_range.start - end)
+            gaps.append((end, event.time_range.start))
+        end = max(end, event.time_range.end)
+    idle = sum(stop - start for start, stop in gaps)
+    lines = [
+        f"{plural(steps, 'step')} of {(end - begin) / steps / 1e3:,.1f} ms; in each no kernel runs for "
+        f"{idle / steps / 1e3:,.1f} ms ({idle / (end - begin):.1%}), between the first and the last one"
+    ]
+    for name in sorted({event.name for event in annotations}):
+        spans = [(event.time_range.start, event.time_range.end) for event in annotations if event.name == name]
+        duration = sum(stop - start for start, stop in spans)
+        idle = sum(max(0.0, min(stop, after) - max(start, before)) for start, stop in spans for before, after in gaps)
+        lines.append(f"  {name}: {duration / steps / 1e3:,.1f} ms, without a kernel {idle / steps / 1e3:,.1f} ms")
+    text = "\n".join(lines) + "\n" + _table(rows, steps)
+    return text + (f"\nTime without a kernel, by the kernel that ends it:\n{_table(waits, steps)}" if waits else "")
+
+
+class _Rows(dict[str, tuple[int, float]]):
+    """Number and microseconds of events by name."""
+
+    def add(self, name: str, microseconds: float) -> None:
+        count, total = self.get(name, (0, 0.0))
+        self[name] = count + 1, total + microseconds
 
 
 def _table_of_operators(profiler: torch.profiler.profile, steps: int) -> str:

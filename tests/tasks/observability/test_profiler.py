@@ -15,7 +15,15 @@ def kernel(name: str, start: float, end: float) -> SimpleNamespace:
 def test_kernels_and_gaps():
     # Two at the same time, a gap of 2 ms, and one inside another: 10 ms, of which 2 have none.
     kernels = [kernel("b", 0, 4e3), kernel("a", 1e3, 5e3), kernel("a", 7e3, 10e3), kernel("c", 8e3, 9e3)]
-    head, _, *rows = table_of_kernels(kernels, 2).splitlines()
+    parts = [kernel("vision tower", 0, 6e3), kernel("vision tower", 6.5e3, 1e4), kernel("data", 9e3, 1e4)]
+    table, waits = table_of_kernels(kernels, parts, 2).split("\n\n")
+    head, data, tower, _, *rows = table.splitlines()
+    assert (data, tower) == (
+        "  data: 0.5 ms, without a kernel 0.0 ms",
+        "  vision tower: 4.8 ms, without a kernel 0.8 ms",
+    )
+    assert waits.splitlines()[0] == "Time without a kernel, by the kernel that ends it:"
+    assert waits.splitlines()[-1].split() == ["1.000", "100.0%", "0", "a"]
     assert head == "2 steps of 5.0 ms; in each no kernel runs for 1.0 ms (20.0%), between the first and the last one"
     assert [row.split() for row in rows] == [
         ["6.000", "100.0%", "2", "all", "together"],
