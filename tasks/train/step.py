@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from ..losses.tokens import cross_entropy, weigh_by_probability
 from ..run.vocabulary import check_tokens
 from .loss_spikes import SpikeFilter
 from .media_features import media_inputs, release_features
+from .media_windows import media_windows, part_of_step
 from .optimizer import update
 
 # (micro batch, model output) -> (this micro batch's share of the loss, metrics)
@@ -332,7 +334,6 @@ def run_micro_batches(
 ) -> list[dict[str, Tensor]]:
     """Run the schedule and return the metrics of each micro batch. replays: routers reuse Batch.experts."""
     _check_vocabulary(batches, model.architecture.vocab_size)
-    _begin_encoding(model, batches, forward_only=forward_only)
     device_batches = [(_to_device(batch), loss_positions(batch.loss_weights)) for batch in batches]
     # Undo megatron-core's scaling of a loss by CP / micro batches, and its average of gradients over DP x CP ranks.
     scale = len(batches) * model.groups.dp.size()
@@ -353,19 +354,24 @@ def run_micro_batches(
         return value * scale, metrics | {"mtp_loss": depths_loss.detach()}
 
     rows, length = batches[0].tokens.shape
-    metrics = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[enumerate(device_batches) for _ in chunks] if len(chunks) > 1 else enumerate(device_batches),
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(batches),
-        seq_length=length * model.config.context_parallel_size,
-        micro_batch_size=rows,
-        forward_only=forward_only,
-    )
-    if model.vision:
-        model.vision.end()
-        if not forward_only:
-            release_features(batches)
+    metrics: list[dict[str, Tensor]] = []
+    for window in media_windows(model, batches):
+        _begin_encoding(model, batches[window], forward_only=forward_only)
+        iterators: list[Iterator[Any]] = [enumerate(device_batches[window]) for _ in chunks]
+        with part_of_step(model.config, chunks, window, len(batches), forward_only=forward_only):
+            metrics += get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(chunks) > 1 else iterators[0],
+                model=list(chunks) if len(chunks) > 1 else chunks[0],
+                num_microbatches=window.stop - window.start,
+                seq_length=length * model.config.context_parallel_size,
+                micro_batch_size=rows,
+                forward_only=forward_only,
+            )
+        if model.vision:
+            model.vision.end()
+    if model.vision and not forward_only:
+        release_features(batches)
     return metrics
 
 

@@ -60,9 +60,9 @@ def run(folder: Path, jobs: Jobs, processes: int) -> dict[str, Any]:
     return json.loads(results.read_text())
 
 
-def is_right(result: dict[str, Any]) -> bool:
+def is_right(result: dict[str, Any], repeats: int = 1) -> bool:
     assert result.get("saved", []) == []
-    assert result["encoded"] == PATCHES  # each medium once, over all ranks
+    assert result["encoded"] == PATCHES * repeats  # each medium once, over all ranks
     return result["gradients"] < BOUND
 
 
@@ -101,6 +101,27 @@ def test_only_what_is_not_frozen_is_trained(frozen, recomputes, folder_of):
     result = run(folder_of("qwen3_vl"), jobs, 2)["PP2"]
     assert 0 < result["trained"] < result["of"]
     assert is_right(result), result
+
+
+@pytest.mark.parametrize(
+    ("family", "processes", "layout", "flags"),
+    [
+        pytest.param("qwen3_vl", 2, "PP2", {}, id="PP2"),
+        pytest.param("qwen3_vl", 4, "PP2 VPP2", {"overlap_grad_reduce": True}, id="DP2 PP2 VPP2"),
+        pytest.param("qwen3_vl_moe", 2, "PP2", {"moe_aux_loss_coeff": 0.1}, id="experts", marks=pytest.mark.long),
+    ],
+)
+def test_windows_of_the_schedule_change_nothing(family, processes, layout, flags, folder_of):
+    """Two micro batches at a time, whose features take more than a byte."""
+    layout = LAYOUTS[2][layout] | flags
+    settings = {"whole": {"repeats": 2}, "windows": {"repeats": 2, "feature_bytes": 1}}
+    jobs = [{"name": name, "layout": layout, "settings": each} for name, each in settings.items()]
+    results = run(folder_of(family), jobs, processes)
+    assert results["windows"]["schedules"] > results["whole"]["schedules"] == 1
+    if "moe_aux_loss_coeff" in flags:  # not that of transformers
+        assert results["windows"]["norm"] == pytest.approx(results["whole"]["norm"], rel=1e-6)
+    else:
+        assert all(is_right(result, repeats=2) for result in results.values()), results
 
 
 @pytest.mark.parametrize(("processes", "layout"), [(1, ""), (2, "TP2 SP"), (2, "CP2")])

@@ -33,6 +33,7 @@ from megaswift.bridge.model.build import build_model, enable_grads_through_froze
 from megaswift.bridge.model.model import Model
 from megaswift.bridge.model.vision_encoder import Normalization, VisionEncoder
 from megaswift.bridge.options import BuildOptions
+from megaswift.tasks.train import media_windows
 from megaswift.tasks.train.optimizer import wrap_for_data_parallelism, wrap_tower
 from megaswift.tasks.train.step import run_schedule, sft_loss
 from megaswift.templates.batching.collator import Batch, BatchLayout
@@ -147,17 +148,28 @@ def open_model(source: Path, options: BuildOptions, dtype: torch.dtype = torch.f
 
 
 def check(
-    folder: Path, options: BuildOptions, *, recomputes: bool = True, frozen: str = "", fault: str = ""
+    folder: Path,
+    options: BuildOptions,
+    *,
+    recomputes: bool = True,
+    frozen: str = "",
+    fault: str = "",
+    feature_bytes: int = media_windows.FEATURE_BYTES,
+    repeats: int = 1,
 ) -> dict[str, Any]:
     """Relative distances of gradients, and what a round trip changes. Every rank calls this.
 
-    recomputes: of the encoder. frozen: a regular expression of names of parameters. fault: of FAULTS.
+    recomputes: of the encoder. frozen: a regular expression of names of parameters. fault: of FAULTS. repeats: of all
+    documents, whose mean loss stays the same.
     """
     expected = torch.load(folder / "reference.pt", weights_only=False)
+    expected["packs"] *= repeats
     model = open_model(folder / "fp32", options)
     assert model.vision is not None
     model.vision.recomputes = recomputes
-    encoded = count_encoded(model.vision)
+    media_windows.FEATURE_BYTES = feature_bytes
+    encoded, begun = count_encoded(model.vision), mock.Mock(wraps=model.vision.begin)
+    model.vision.begin = begun
     found: dict[str, Any] = {}
     if not fault:
         saved, before = save(model, folder / "fp32", folder / "saved"), tensors_of(folder / "fp32")
@@ -170,7 +182,7 @@ def check(
         enable_grads_through_frozen(chunk, has_trained_input=model.vision.trains)
     with FAULTS[fault](model) if fault else nullcontext():
         found |= _gradients(folder, model, options, expected, frozen=bool(frozen))
-        return found | {"encoded": sum_of(encoded), "encodings": len(encoded)}
+        return found | {"encoded": sum_of(encoded), "encodings": len(encoded), "schedules": begun.call_count}
 
 
 def sum_of(counts: list[int]) -> int:
@@ -210,9 +222,10 @@ def _gradients(
             parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.full_like(parameter, torch.nan))
     gradients = save(model, folder / "fp32", folder / "gradients")
     trained = {name: gradient for name, gradient in gradients.items() if not gradient.isnan().all()}
+    norm = torch.stack([gradient.double().square().sum() for gradient in trained.values()]).sum().sqrt().item()
     assert frozen or trained.keys() == gradients.keys()
     expected = {name: gradient for name, gradient in expected["gradients"].items() if name in trained}
-    return compare(trained, expected) | {"trained": len(trained), "of": len(gradients)}
+    return compare(trained, expected) | {"trained": len(trained), "of": len(gradients), "norm": norm}
 
 
 def _swap_deep_levels(model: Model) -> Any:
