@@ -18,6 +18,7 @@ from ..formats.schemas import UNGROUPED
 from ..json_types import JsonObject
 from ..machine import end_with_parent
 from .collator import Batch, BatchLayout, GlobalTotals, StepDivision
+from .dealing import deal_by_cost
 from .sample_order import Epochs
 from .shared_slots import shared_slots
 from .streaming import StreamedBatches, TokenStream
@@ -259,7 +260,16 @@ class PlannedBatches(Dataset):
         positions = np.arange(step * size, (step + 1) * size)
         if one_pass:
             return np.where(positions < self.samples, positions, -1)
-        return self.epochs.numbers(positions)
+        samples = self.epochs.numbers(positions)
+        if not self.has_media or self.division.ranks == 1:
+            return samples
+        division = self.division
+        shape = division.micro_batches, division.ranks, division.micro_batch_size
+        return deal_by_cost(samples, self._visual_tokens(samples), shape)
+
+    def _visual_tokens(self, samples: np.ndarray) -> np.ndarray:
+        """Return the visual tokens of each sample."""
+        return np.array([self.store.visual_tokens[rows].sum() for rows in self._packs(samples)])
 
     def _row_lengths(self, samples: np.ndarray) -> np.ndarray:
         """Return row lengths: [..., micro batches, ranks, samples] -> [..., micro batches, ranks]."""

@@ -276,3 +276,27 @@ def test_the_ranks_of_a_replica_agree_on_what_is_broken(checkpoint, tmp_path: Pa
         assert batch.loss_weights[0, start:end].any() == (fault is damage)
         assert torch.equal(batch.loss_weights, ranks[0].loss_weights)
     assert sorted(batch.media.broken_media for batch in ranks) == [0, 0, 1]
+
+
+def test_ranks_have_similar_numbers_of_visual_tokens(checkpoint, rows: Path) -> None:
+    """A step has the same samples for any number of ranks, and each rank's part of them is the same again."""
+    made = checkpoint("qwen3_vl")
+    store = made.prepare(dataset=[str(rows)]).train
+    size, ranks = 16, 4
+
+    def steps(rank: int, count: int) -> list[list[Batch]]:
+        layout = BatchLayout(vision=made.vision())
+        batches = Batches(store, layout, StepDivision(1, size, rank, count), seed=3)
+        return list(islice(batches.steps(), 3))
+
+    def visual_tokens(batch: Batch) -> int:
+        return 0 if batch.media is None else len(batch.media.positions)
+
+    whole, parts = steps(0, 1), [steps(rank, ranks) for rank in range(ranks)]
+    for number, step in enumerate(whole):
+        found = [batch.tokens for part in parts for batch in part[number]]
+        assert sorted(tokens.tolist() for tokens in found) == sorted(batch.tokens.tolist() for batch in step)
+        counts = np.array([[visual_tokens(batch) for batch in part[number]] for part in parts])
+        given = np.array([visual_tokens(batch) for batch in step]).reshape(-1, ranks)
+        assert counts.max(0).sum() < given.max(1).sum()
+        assert np.ptp(counts.sum(1)) < np.ptp(given.sum(0))
