@@ -28,7 +28,7 @@ class PinnedMemory:
         if error := int(cuda.cudaHostRegister(self.flat.data_ptr(), size, 0)):
             raise RuntimeError(
                 f"{flags}: {size / 2**30:.2f} GiB of the host's memory cannot be locked (CUDA error {error}). Is there "
-                "enough of it? Set them to false, or use more processes"
+                "enough of it? Turn this off, or use more processes"
             )
         self._unpin = weakref.finalize(memory, cuda.cudaHostUnregister, self.flat.data_ptr())
         self._unpin.atexit = False
