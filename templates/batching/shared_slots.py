@@ -42,11 +42,11 @@ class SharedSlots:
         start = ((worker.id if worker else 0) * self._slots + self._sent % self._slots) * SLOT_BYTES
         self._sent += 1
         buffer = io.BytesIO()
-        _Pickler(buffer, self._memory, start).dump(batch)
+        _SlotPickler(buffer, self._memory, start).dump(batch)
         return buffer.getvalue()
 
     def loads(self, pickled: bytes) -> Any:
-        return _Unpickler(io.BytesIO(pickled), self._memory).load()
+        return _SlotUnpickler(io.BytesIO(pickled), self._memory).load()
 
 
 class Packed:
@@ -63,7 +63,7 @@ def _unpack(key: int, pickled: bytes) -> Any:
     return _open_slots[key].loads(pickled)
 
 
-class _Pickler(pickle.Pickler):
+class _SlotPickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO, memory: mmap.mmap, start: int):
         super().__init__(buffer)
         self._memory, self._start, self._end = memory, start, start + SLOT_BYTES
@@ -77,7 +77,7 @@ class _Pickler(pickle.Pickler):
         return start, obj.dtype.str, obj.shape
 
 
-class _Unpickler(pickle.Unpickler):
+class _SlotUnpickler(pickle.Unpickler):
     def __init__(self, buffer: io.BytesIO, memory: mmap.mmap):
         super().__init__(buffer)
         self._memory = memory
