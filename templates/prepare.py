@@ -55,8 +55,10 @@ class Prepared:
 
     train: TokenStore | TokenStream
     val: TokenStore | None
-    _describe: Callable[[], str]
+    _describe: Callable[["Prepared"], str]
     _source_statistics: dict[str, list[JsonObject]] = field(default_factory=dict)  # training and evaluation data
+    shares_prompts: bool = False  # whether micro batches hold the prompt of a pair once
+    unshared_because: str = ""  # reason why they do not, for the report
 
     @property
     def statistics(self) -> JsonObject:
@@ -71,7 +73,18 @@ class Prepared:
     @cached_property
     def report(self) -> str:
         """Text for the log: used and dropped rows, tokens, shares of trained tokens and padding, first sample."""
-        return self._describe()
+        return self._describe(self)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether the data has images or videos; a stream may have some."""
+        return self.train.has_media or (self.val is not None and self.val.has_media)
+
+    @property
+    def has_shared_beginnings(self) -> bool:
+        """Whether the documents of any sample begin with tokens that they may share; a stream's may."""
+        stores = [store for store in (self.train, self.val) if store is not None]
+        return any(not isinstance(store, TokenStore) or store.shared.any() for store in stores)
 
     @cached_property
     def columns(self) -> list[str]:
@@ -177,7 +190,7 @@ def prepare(
         return Prepared(
             stream,
             val,
-            lambda: _describe_stream(stream, val_parts, val, encoder),
+            lambda _: _describe_stream(stream, val_parts, val, encoder),
             {"train": sources, "val": _part_statistics(val_parts)},
         )
     parts = parts_of(names, options.dataset_shuffle)
@@ -198,7 +211,7 @@ def prepare(
     return Prepared(
         train,
         val,
-        lambda: _describe(options, parts, train, val_parts, val, encoder),
+        lambda data: _describe(options, data, parts, train, val_parts, val, encoder),
         {"train": _part_statistics(parts), "val": _part_statistics(val_parts)},
     )
 
@@ -364,6 +377,7 @@ def _read_media(source: RowSource, encoder: Encoder, row: int) -> list[Medium]:
 
 def _describe(
     options: PrepareOptions,
+    data: Prepared,
     parts: list[_Part],
     train: TokenStore,
     val_parts: list[_Part],
@@ -371,8 +385,15 @@ def _describe(
     encoder: Encoder,
 ) -> str:
     lines = ["Training data:", *_describe_parts(parts), describe_store(train)]
+    if data.shares_prompts:
+        lines.append(
+            f"  prompts of pairs are computed once, which saves {train.shared.sum() / train.lengths.sum():.0%}"
+        )
+    elif data.unshared_because:
+        lines.append(f"  prompts of pairs are computed twice: {data.unshared_because}")
     if options.packing_length and options.packing:
         lengths = train.padded_lengths(1, separate_rows=train.stage == "kto")
+        lengths = lengths - train.shared if data.shares_prompts else lengths
         packs = pack(lengths, options.packing_length, options.data_seed)
         lines.append(describe_packs(packs, lengths, options.packing_length))
     elif options.padding_free:

@@ -31,12 +31,17 @@ class ScoreHead(nn.Module):
         return F.linear(hidden.float(), self.weight.float())
 
 
-def sum_documents(values: Tensor, spans: Tensor, segments: Tensor) -> Tensor:
+def sum_documents(values: Tensor, spans: Tensor, segments: Tensor, prefixes: Tensor | None = None) -> Tensor:
     """Return the sums of `values` [1, local length] over each document's tokens on all ranks: [documents].
 
     spans [segments], segments [documents], on the CPU: as in Grouping of templates. Values of padding must be 0.
+    prefixes [segments], on the CPU: as in Batch of templates; the values of a document's prefix belong to it
     """
-    return _sum_over_context_ranks(_segment_sums(values[0], spans, segments))
+    sums = _segment_sums(values[0], spans, segments)
+    if prefixes is not None and bool((has_prefix := prefixes[segments] >= 0).any()):
+        of_prefixes = _segment_sums(values[0], spans, prefixes[segments].clamp(min=0))
+        sums = sums + torch.where(to_device(has_prefix, sums.device), of_prefixes, 0.0)
+    return _sum_over_context_ranks(sums)
 
 
 def last_tokens(hidden: Tensor, ends: Tensor, *, sequence_parallel: bool) -> Tensor:

@@ -1,11 +1,11 @@
-"""Models and settings in which completions of a prompt can share it in a packed row."""
+"""Models and settings in which documents with a prompt in common can share it in a packed row."""
 
 from ..mapping.param_mapping import Architecture
 from ..options import BuildOptions
 
 
-def supports_shared_prompts(architecture: Architecture, options: BuildOptions) -> bool:
-    """Return whether a prompt that is computed once gives every completion the numbers of a document by itself.
+def unshared_reason(architecture: Architecture, options: BuildOptions) -> str:
+    """Return why a prompt that is computed once would change a document's numbers, for messages; "" if it would not.
 
     Layers must see earlier tokens through attention alone, nothing may count tokens or draw random numbers for them,
     and a rank must hold the whole row.
@@ -18,12 +18,13 @@ def supports_shared_prompts(architecture: Architecture, options: BuildOptions) -
         or options.moe_expert_capacity_factor is not None
         or options.moe_router_load_balancing_type == "sinkhorn"
     )
-    return (
-        options.context_parallel_size == 1
-        and not counts_tokens
-        and not (options.attention_dropout or options.hidden_dropout)
-        and not architecture.mtp_depths
-        and all(layer.mixer == "attention" for layer in architecture.layers)
-        # The length of a document chooses among these frequencies.
-        and all((rope.scaling or {}).get("rope_type") != "longrope" for rope in architecture.ropes)
-    )
+    reasons = {
+        "context parallelism": options.context_parallel_size > 1,
+        "experts with a balancing loss, a z-loss, a capacity or a score bias": counts_tokens,
+        "dropout": options.attention_dropout or options.hidden_dropout,
+        "multi-token prediction": architecture.mtp_depths,
+        "layers that are not attention": any(layer.mixer != "attention" for layer in architecture.layers),
+        # The length of a document chooses among its frequencies.
+        "longrope": any((rope.scaling or {}).get("rope_type") == "longrope" for rope in architecture.ropes),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")

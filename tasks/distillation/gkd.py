@@ -30,7 +30,7 @@ from ..rollout.engine_group import EngineGroup
 from ..rollout.eos import eos_token_ids
 from ..rollout.factory import ModelRollout, check_videos, open_rollout
 from ..rollout.transformers_engine import TransformersEngine
-from ..run.context import Run, episode_plan, has_media
+from ..run.context import Run, episode_plan
 from ..train.evaluation import evaluate_on
 from ..train.objective import Objective, StepRunner, forward_flops, grouping_of, means, no_flops
 from ..train.setup import train
@@ -49,7 +49,7 @@ def check_answers(run: Run) -> None:
     """Raise ValueError if the data has images or videos that a server or engine of the run does not see."""
     options = run.options
     assert isinstance(options, GkdOptions)
-    if not has_media(run.data):
+    if not run.data.has_media:
         return
     if options.teacher.teacher_model_server:
         raise ValueError(

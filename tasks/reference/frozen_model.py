@@ -24,7 +24,7 @@ from ...templates.batching.collator import Batch
 from ...templates.json_types import JsonObject
 from ...templates.media.families import differing_setting
 from ..distributed.collectives import broadcast_from_rank0, local_rank0_first, run_on_all_ranks
-from ..run.context import Run, has_media
+from ..run.context import Run
 from ..run.load_weights import read_weights
 from ..run.vocabulary import check_vocabulary
 from ..train.step import Output, run_micro_batches
@@ -67,12 +67,12 @@ def builds_tower(run: Run, hf_config: JsonObject, folder: Path, typed_flag: str 
     Raises ValueError if the data has images, and it has none, or one that takes other images.
     """
     has_tower = vision.has_tower(folder, hf_config)
-    if has_media(run.data) and not has_tower:
+    if run.data.has_media and not has_tower:
         raise ValueError(
             f"{typed_flag or folder}: has no vision tower, and the data has images. Set a vision-language model of the "
             "same family"
         )
-    if has_media(run.data) and (setting := differing_setting(run.hf_config, hf_config)):
+    if run.data.has_media and (setting := differing_setting(run.hf_config, hf_config)):
         raise ValueError(
             f"{typed_flag or folder}: takes images in another form than the trained model ({setting} differs). Set a "
             "vision-language model of the same family"

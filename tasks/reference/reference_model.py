@@ -86,7 +86,7 @@ def sum_by_document(batch: Batch, values: Tensor) -> Tensor:
     Every rank of a context-parallel group has the result.
     """
     assert batch.grouping is not None
-    return sum_documents(values * batch.loss_weights, batch.grouping.spans, batch.grouping.segments)
+    return sum_documents(values * batch.loss_weights, batch.grouping.spans, batch.grouping.segments, batch.prefixes)
 
 
 def make_reference(run: Run, model: Model, options: ReferenceOptions, train: Batches, val: Batches | None) -> Reference:

@@ -21,7 +21,7 @@ from ..multi_turn.load import load_scheduler, prompt_tools
 from ..multi_turn.registry import EditedAnswer, Turn
 from ..options import GkdOptions, GrpoOptions
 from ..rollout.eos import eos_token_ids
-from ..run.context import Run, has_media
+from ..run.context import Run
 from .completion_text import CompletionTexts
 from .episode import Episode
 from .rollout_metrics import RolloutMetrics
@@ -57,7 +57,7 @@ class MultiTurn:
         self._starts_episodes = broadcast_from_rank0(
             lambda: self._scheduler is not None and self._scheduler.starts_episodes, gloo_group()
         )
-        self._vision = run.vision if has_media(run.data) else None
+        self._vision = run.vision if run.data.has_media else None
         self._renderer = Renderer(run.tokenizer, options.data, "prompts", prompt_tools(options))
         self._max_prompt = options.data.max_length
         thinking = options.data.enable_thinking

@@ -21,7 +21,7 @@ from ..rewards.unscored import UnscoredMonitor, check_columns
 from ..rewards.vision_model import VisionModelReward, has_vision
 from ..rollout.factory import check_videos
 from ..rollout.health import notify
-from ..run.context import Run, has_media
+from ..run.context import Run
 from ..system.plugins import load_plugins
 from .episode import Episode
 
@@ -117,7 +117,7 @@ def check_data(run: Run) -> None:
         rank0_only(check)
     check_videos(run, options.engine)
     folder = _model_folder(run, options.rewards)
-    if folder and has_media(run.data) and not has_vision(folder):
+    if folder and run.data.has_media and not has_vision(folder):
         raise ValueError(
             f"--reward_model {options.rewards.reward_model}: has no vision tower, and the data has images. Set a "
             "reward model of a vision-language model"

@@ -15,7 +15,7 @@ from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
 from ..distributed.collectives import rank0_only, run_on_all_ranks
 from ..options.rollout import EngineOptions
-from ..run.context import Run, has_media, has_videos, most_media
+from ..run.context import Run, has_videos, most_media
 from ..system.memory import used_gib
 from ..train.offload import HostBuffer, TrainerOffload, free_memory
 from ..train.step import TrainState
@@ -204,7 +204,7 @@ class ModelRollout(EngineGroup[Engine]):
         self._sleeps, self._moves = sleeps, moves
         self._adapter = model.lora if sends_adapter else None  # sent without the base weights
         self._is_base_verified = False
-        self._needs_tower, self._has_tower = model.vision is not None and has_media(run.data), False
+        self._needs_tower, self._has_tower = model.vision is not None and run.data.has_media, False
         self._keeps_tower = not (frees_weights or (model.vision is not None and model.vision.trains))
         self._offload: TrainerOffload | None = None
         self._training: TrainState | None = None

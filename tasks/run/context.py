@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from ...bridge.checkpoint.new_tokens import read_tokens, with_tokens
 from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.checkpoint.rope_scaling import scale_rope
 from ...bridge.checkpoint.vision import adapts_tower, has_tower, needs_tower
-from ...bridge.families import family_of
 from ...bridge.model.build import DTYPES
-from ...bridge.model.shared_prompts import supports_shared_prompts
 from ...bridge.option_groups import with_flags
 from ...bridge.options import ModelOptions, VisionOptions
 from ...bridge.parallel import current_groups, initialize
@@ -49,6 +47,7 @@ from .args_json import save_args
 from .head_config import configure_head
 from .planning import ProcessLayout, batches_of, length_multiple, open_vision, tokens_of
 from .preflight import preflight
+from .prompt_sharing import prompts_unshared_because, role_configs, share_pairs
 from .resume import Resumed, open_run_dir
 from .verification import broadcast_from_rank0_with_verify
 
@@ -75,6 +74,7 @@ class Run:
     resumed: Resumed | None
     vision: VisionProcessor | None = None
     builds_tower: bool = False  # whether the vision tower is built: for images and videos in the data
+    role_configs: Sequence[JsonObject] = ()  # config.json of reference, critic and teacher, where flags name them
 
     @property
     def writes(self) -> bool:
@@ -93,7 +93,7 @@ class Run:
     @property
     def vision_options(self) -> VisionOptions:
         """Return the options of the vision tower, which is frozen without images in the data."""
-        if has_media(self.data):
+        if self.data.has_media:
             return self.options.vision
         return replace(self.options.vision, freeze_vit=True, freeze_aligner=True)
 
@@ -154,6 +154,8 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
         then=lambda: tokens_of(cached_options, tokenizer, vision, verify=False),
     )
     hf_config = run_on_all_ranks(lambda: configure_head(options, config, data, tokenizer.pad_token_id))
+    configs_beside = local_rank0_first(lambda: role_configs(options))
+    run_on_all_ranks(lambda: share_pairs(options, data, [hf_config, *configs_beside]))
     folder, resumed = broadcast_from_rank0_with_verify(lambda faults: open_run_dir(options, faults))
     broadcast_from_rank0(lambda: _write_first_files(folder, options, sources))
     check_shared_folder(folder)
@@ -177,6 +179,7 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
         resumed,
         vision,
         builds_tower,
+        configs_beside,
     )
 
 
@@ -192,7 +195,7 @@ def _builds_tower(
 ) -> bool:
     """Return whether to build the vision tower. Raises ValueError if that is needed and excluded."""
     if not has_tower(folder, hf_config):
-        if has_media(data):
+        if data.has_media:
             raise ValueError(f"{folder}: the data has images, and the folder has no weights of a vision tower")
         return False
     is_needed = needs_tower(folder) or (adapter is not None and adapts_tower(adapter))
@@ -201,7 +204,7 @@ def _builds_tower(
             "--language_model_only true: the checkpoint or adapter has the vision tower in a form that is not carried "
             "along. Remove it"
         )
-    return is_needed or has_media(data)
+    return is_needed or data.has_media
 
 
 def _write_first_files(folder: Path, options: SftOptions, sources: dict[str, str]) -> None:
@@ -233,6 +236,7 @@ def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Any
         vision=run.vision,
         shuffle=shuffle,
         pad_token_id=run.tokenizer.pad_token_id or 0,
+        shares_prompts=run.data.shares_prompts,
     )
 
 
@@ -244,7 +248,6 @@ def encoder_rank(groups: ProcessGroupCollection) -> int:
 def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
     """Return the plan of this rank's micro batches of generated episodes."""
     options, layout = run.options, ProcessLayout.of(run.options.build, dist.get_world_size())
-    architecture = family_of(run.hf_config).describe(run.hf_config)
     replays_experts = getattr(options, "router_replay_mode", "disabled") != "disabled"
     return BatchPlan(
         BatchLayout(
@@ -265,7 +268,7 @@ def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
         equal_lengths=layout.pipeline > 1,
         equal_over_ranks=layout.expert > 1 and options.build.exchanges_equal_rows,
         multiple=layout.pipeline if virtual_pipeline_size(options.build) else 1,
-        shares_prompts=not replays_experts and supports_shared_prompts(architecture, options.build),
+        shares_prompts=not (replays_experts or prompts_unshared_because(options, [run.hf_config, *run.role_configs])),
     )
 
 
@@ -287,11 +290,6 @@ def streamed(steps: Iterator[list[Batch]], groups: ProcessGroupCollection) -> It
             )
             for batch in batches
         ]
-
-
-def has_media(data: Prepared) -> bool:
-    """Return whether the data has images or videos; a stream may have some."""
-    return data.train.has_media or (data.val is not None and data.val.has_media)
 
 
 def has_videos(data: Prepared) -> bool:

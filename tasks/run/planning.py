@@ -139,9 +139,11 @@ class DataPlan:
 
 def plan_data(options: SftOptions, layout: ProcessLayout) -> DataPlan:
     """Tokenize the dataset or read its cache, and count the steps of an epoch. Needs no process group."""
-    from ...bridge.checkpoint.hub import source_folder
+    from ...bridge.checkpoint.hub import read_config, source_folder
     from ...bridge.checkpoint.new_tokens import extend_tokenizer, read_tokens
     from ...bridge.checkpoint.pretrained import load_tokenizer
+    from ...bridge.checkpoint.rope_scaling import scale_rope
+    from .prompt_sharing import role_configs, share_pairs
 
     folder = source_folder(options, options.mcore_model, weights=False)
     tokenizer = load_tokenizer(folder)
@@ -149,7 +151,9 @@ def plan_data(options: SftOptions, layout: ProcessLayout) -> DataPlan:
         extend_tokenizer(tokenizer, read_tokens(tokens))
     vision = open_vision(options, folder, tokenizer)
     prepared = tokens_of(options, tokenizer, vision)
-    batches = batches_of(options, prepared.train, layout, vision=vision)
+    config = scale_rope(read_config(folder, mcore=bool(options.mcore_model)), options)
+    share_pairs(options, prepared, [config, *role_configs(options)])
+    batches = batches_of(options, prepared.train, layout, vision=vision, shares_prompts=prepared.shares_prompts)
     steps_per_epoch = None if batches.samples is None else -(-batches.samples // options.training.global_batch_size)
     return DataPlan(steps_per_epoch, steps_of(options.training, batches.samples), prepared, tokenizer)
 
@@ -191,10 +195,12 @@ def batches_of(
     vision: "VisionProcessor | None" = None,
     shuffle: bool = True,
     pad_token_id: int = 0,
+    shares_prompts: bool = False,
 ) -> "Batches | Prompts":
     """Return the micro batches of one rank of a layout, or the prompts for a task that generates.
 
     encoder_rank: rank within the replica, which shares the encoding of images.
+    shares_prompts: as of Prepared
     """
     from ...templates.batching.collator import BatchLayout, StepDivision
     from ...templates.batching.dataloader import Batches
@@ -216,6 +222,7 @@ def batches_of(
             context_parallel_size=layout.context,
             pad_token_id=pad_token_id,
             stage=store.stage,
+            shares_prompts=shares_prompts,
             vision=vision,
             encoder_rank=encoder_rank,
             encoder_ranks=layout.tensor * layout.context * layout.pipeline,

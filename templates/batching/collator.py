@@ -132,6 +132,7 @@ class BatchLayout:
     context_parallel_size: int = 1
     pad_token_id: int = 0
     stage: Stage = "sft"
+    shares_prompts: bool = False  # the documents of a sample share their beginning (TokenizedSample.shared)
     vision: VisionProcessor | None = None  # None: samples have no images or videos
     # Rank within the replica (tensor rank + size * (context rank + size * pipeline rank)), and their number.
     encoder_rank: int = 0
@@ -168,6 +169,8 @@ class BatchLayout:
         label_width: int = 0,
     ) -> Batch:
         """Collate packs of samples into one micro batch, with labels at least `label_width` wide."""
+        if self.shares_prompts:
+            packs = [[sample.with_prefix() for sample in pack] for pack in packs]
         if self.stage in UNGROUPED:
             batch, _ = self._documents_batch(packs, None, totals.tokens, row_length)
             if all(sample.channel < 0 for pack in packs for sample in pack):
@@ -279,8 +282,12 @@ class BatchLayout:
             raise ValueError("--padding_free false: grouped documents need packed rows. Remove the flag.")
         boundaries, starts = batch.cu_seqlens.numpy().astype(np.int64), self._starts(packed)
         ends, is_document = starts + np.array(batch.lengths, np.int64) - 1, slice(None)
+        tokens = np.array([loss_weight(weights) for pack in packed for _, weights in pack])
         if any(sample.prefix is not None for sample in chain.from_iterable(packs)):
-            batch, is_document = self._with_prefixes(batch, packs, np.searchsorted(boundaries, starts))
+            numbers = np.array(_prefix_numbers(packs))
+            tokens = tokens + np.where(numbers >= 0, tokens[numbers], 0)
+            batch = self._with_prefixes(batch, numbers, np.searchsorted(boundaries, starts))
+            is_document = numbers != IS_PREFIX
         starts, ends = starts[is_document], ends[is_document]
         if batch.cp_index is not None:
             local = batch.cp_index.numpy()
@@ -304,39 +311,34 @@ class BatchLayout:
             "parts": np.concatenate([np.empty(0), *parts]),
             "items": np.array([sample.item for sample in samples]),
         }
-        tokens = np.array([loss_weight(weights) for sample in packed for _, weights in sample])[is_document]
         grouping = Grouping(
             **{name: torch.from_numpy(values.astype(np.int64)) for name, values in indices.items()},
-            tokens=torch.from_numpy(tokens.astype(np.float32)),
+            tokens=torch.from_numpy(tokens[is_document].astype(np.float32)),
             labels=torch.from_numpy(labels),
             loss_samples=totals.samples,
             documents_per_rank=list(totals.documents_per_rank),
         )
         return replace(batch, grouping=grouping)
 
-    def _with_prefixes(
-        self, batch: Batch, packs: Sequence[Sequence[TokenizedSample]], segments: np.ndarray
-    ) -> tuple[Batch, np.ndarray]:
-        """Have documents continue their prefixes. Returns the batch, and whether each segment is a document's.
+    def _with_prefixes(self, batch: Batch, numbers: np.ndarray, segments: np.ndarray) -> Batch:
+        """Have documents continue their prefixes.
 
-        segments: of each document and prefix
+        numbers: as `_prefix_numbers`; segments: of each document and prefix
         """
         assert batch.cu_seqlens is not None
         assert self.context_parallel_size == 1
         spans = np.diff(batch.cu_seqlens.numpy().astype(np.int64))
-        numbers, prefixes = np.array(_prefix_numbers(packs)), np.full(len(spans), -1)
-        has_prefix, is_document = numbers >= 0, numbers != IS_PREFIX
+        prefixes, has_prefix = np.full(len(spans), -1), numbers >= 0
         prefixes[segments[has_prefix]] = segments[numbers[has_prefix]]
         offsets = np.where(prefixes >= 0, spans[prefixes], 0)
         lengths = np.array(batch.lengths) + offsets[segments]
-        batch = replace(
+        return replace(
             batch,
             position_ids=batch.position_ids + torch.from_numpy(np.repeat(offsets, spans)),
             max_seqlen=int((offsets + spans).max()),
-            lengths=lengths[is_document].tolist(),
+            lengths=lengths[numbers != IS_PREFIX].tolist(),
             prefixes=torch.from_numpy(prefixes),
         )
-        return batch, is_document
 
     def batch(self, samples: Sequence[PackedSample], loss_tokens: float, row_length: int | None = None) -> Batch:
         """Lay out documents in rows of `row_length` tokens, by default the shortest that fit."""
@@ -429,7 +431,7 @@ def documents_of(packs: Iterable[Sequence[TokenizedSample]], part: int | None = 
         documents.append([])
         for sample in pack:
             if sample.prefix is not None and sample.prefix is not last_prefix:
-                documents[-1].append((sample.prefix, np.zeros(len(sample.prefix), np.float32)))
+                documents[-1].append(sample.prefix)
             last_prefix = sample.prefix
             documents[-1] += sample.documents[selected]
     return documents

@@ -224,7 +224,8 @@ class PlannedBatches(Dataset):
     def _sample(self, item: int) -> TokenizedSample:
         channel = -1 if self.channels is None else int(self.channels[item])
         media = self.store.media(item) if self.has_media else ()
-        return TokenizedSample(self.store.row(item), self.store.label(item), item, channel, media)
+        shared = int(self.store.shared[item]) if self.layout.shares_prompts else 0
+        return TokenizedSample(self.store.row(item), self.store.label(item), item, channel, media, shared=shared)
 
     def position(self, micro_batches: int) -> JsonObject:
         return self.epochs.position(self._consumed(micro_batches))
@@ -240,15 +241,18 @@ class PlannedBatches(Dataset):
 
     def padding_share(self) -> float:
         rows_per_sample = 2 if self.layout.has_mismatched else 1
+        tokens = self.store.lengths.sum()
+        if self.layout.shares_prompts:
+            tokens -= self.store.shared.sum()
         if self.layout.pack_length:
-            return 1 - self.store.lengths.sum() / (rows_per_sample * self.epochs.full_epoch.lengths.sum())
+            return 1 - tokens / (rows_per_sample * self.epochs.full_epoch.lengths.sum())
         samples = np.stack([self._samples(step, one_pass=True) for step in range(self.steps_per_epoch)])
         samples[samples >= 0] = self.epochs.permutation(self.epochs.full_epoch, 0)[samples[samples >= 0]]
         micro_batches = samples.reshape(len(samples), *self.shape)  # [steps, micro batches, ranks, samples]
         rows = self._row_lengths(micro_batches)
         filled = (micro_batches >= 0).any(-1)  # rows without samples occur in evaluation only
         total = rows[filled].sum() * (1 if self.layout.padding_free else self.shape[-1])
-        return 1 - self.store.lengths.sum() / (rows_per_sample * total)
+        return 1 - tokens / (rows_per_sample * total)
 
     def _consumed(self, micro_batches: int) -> int:
         """Return the number of samples in this many micro batches on all ranks."""

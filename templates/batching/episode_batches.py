@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ..dataset.packing import pack
-from ..dataset.placed_media import PlacedMedium
+from ..dataset.placed_media import Document, PlacedMedium
 from ..dataset.samples import TokenizedSample
 from .collator import Batch, BatchLayout, GlobalTotals, documents_of, loss_weight
 from .shared_prompts import SharedPrompts
@@ -155,12 +155,12 @@ class BatchPlan:
         totals: GlobalTotals,
         width: int,
     ) -> Batch:
-        prefixes: list[np.ndarray | None] = [None] * len(sequences)
+        prefixes: list[Document | None] = [None] * len(sequences)
         if prompts:
             row = self._share(row, prompts, prefixes)
 
         def sample(number: int, values: np.ndarray) -> TokenizedSample:
-            start = 0 if (prefix := prefixes[number]) is None else len(prefix)
+            start = 0 if (prefix := prefixes[number]) is None else len(prefix[0])
             document = sequences.tokens[number][start:], values[start:]
             media = sequences.media[number] if sequences.media else ()
             owner = sequences.media_owners[number] if sequences.media_owners else -1
@@ -184,20 +184,19 @@ class BatchPlan:
             extras = ValueExtras(values, returns)
         return replace(batch, extras=extras, experts=self._experts(sequences, batch) if sequences.experts else None)
 
-    def _share(
-        self, row: list[list[int]], prompts: SharedPrompts, prefixes: list[np.ndarray | None]
-    ) -> list[list[int]]:
+    def _share(self, row: list[list[int]], prompts: SharedPrompts, prefixes: list[Document | None]) -> list[list[int]]:
         """Return a row's samples with the documents of a prompt after each other, and set their prefixes."""
         units = row if self.layout.pack_length else [[number for sample in row for number in sample]]
         ordered: list[list[int]] = []
         for unit in units:
-            shared: dict[int, np.ndarray] = {}
+            shared: dict[int, Document] = {}
             ordered.append([])
             for number, is_shared in prompts.shared_in(unit):
                 ordered[-1].append(number)
                 if is_shared:
                     prefix = prompts.tokens[number][: prompts.saved[number]]
-                    prefixes[number] = shared.setdefault(int(prompts.groups[number]), prefix)
+                    untrained = np.zeros(len(prefix), np.float32)
+                    prefixes[number] = shared.setdefault(int(prompts.groups[number]), (prefix, untrained))
         if self.layout.pack_length:
             return ordered
         return [[number] for number in ordered[0]] + [[] for _ in range(len(row) - len(ordered[0]))]

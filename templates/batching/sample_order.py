@@ -28,10 +28,13 @@ class PackingRule(NamedTuple):
 
     pack_length: int | None  # None: each document is a sample
     document_multiple: int
+    shares_prompts: bool = False  # never in checkpoints of earlier versions, which lack this field
 
     @classmethod
     def of(cls, layout: BatchLayout) -> "PackingRule":
-        return cls(layout.pack_length, layout.document_multiple if layout.pack_length else 1)
+        if layout.pack_length is None:
+            return cls(None, 1)
+        return cls(layout.pack_length, layout.document_multiple, layout.shares_prompts)
 
 
 class Stretch(NamedTuple):
@@ -51,8 +54,12 @@ class Samples:
 
     @classmethod
     def of(cls, store: TokenStore, documents: np.ndarray, layout: BatchLayout, rule: PackingRule, seed: int):
-        multiple = layout.document_multiple if rule.pack_length is None else rule.document_multiple
+        multiple, shares = rule.document_multiple, rule.shares_prompts
+        if rule.pack_length is None:
+            multiple, shares = layout.document_multiple, layout.shares_prompts
         lengths = store.padded_lengths(multiple, layout.has_mismatched)[documents]
+        if shares:
+            lengths = lengths - store.shared[documents]
         if rule.pack_length is None:
             return cls(Packs(documents, np.arange(len(documents) + 1)), lengths, store.weights[documents])
         if lengths.max(initial=0) > rule.pack_length:

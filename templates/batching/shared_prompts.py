@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..dataset.packing import pack
+from ..dataset.shared_beginning import MIN_SAVING
 
-MIN_SAVING = 0.05  # share of all tokens below which nothing is shared
 BUNDLE_SHARES = 1, 2, 4  # parts of a pack that one prompt and its completions may fill
 
 

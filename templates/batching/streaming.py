@@ -16,7 +16,7 @@ from ..dataset.dropped_rows import DroppedRows
 from ..dataset.files import RowSource
 from ..dataset.packing import pack
 from ..dataset.placed_media import concatenated_media, expand
-from ..dataset.samples import Runs, TokenizedSample
+from ..dataset.samples import TokenizedSample, decode_runs
 from ..dataset.tokenize import Encoder, Row
 from ..formats.schemas import Stage
 from ..json_types import JsonObject
@@ -191,12 +191,13 @@ class StreamShard:
         for number, pieces in groupby(samples, lambda sample: sample.row):
             lane, _ = rows[number]
             for piece, sample in enumerate(pieces):
-                documents, placed = [(ids, _decode_runs(runs)) for ids, runs in sample.documents], []
+                documents, placed = [(ids, decode_runs(runs)) for ids, runs in sample.documents], []
                 if any(sample.media):
                     expanded = [expand(*pair, media) for pair, media in zip(documents, sample.media, strict=True)]
                     documents = [document for document, _ in expanded]
                     placed = concatenated_media((len(ids) for ids, _ in documents), [media for _, media in expanded])
-                tokenized = TokenizedSample(documents, np.array(sample.label, np.float32), media=placed)
+                label = np.array(sample.label, np.float32)
+                tokenized = TokenizedSample(documents, label, media=placed, shared=sample.shared)
                 named.append((DocumentName(*lane[:4], lane.start, piece), tokenized))
         return named
 
@@ -207,11 +208,6 @@ class StreamShard:
                 raise ValueError(f"{message} (--strict true)")
             logger.warning("dropped: %s (and all others like it)", message)
         self._dropped.merge(dropped)
-
-
-def _decode_runs(runs: Runs) -> np.ndarray:
-    tokens, weights = zip(*runs, strict=True)
-    return np.repeat(np.array(weights, np.float32), tokens)
 
 
 def _round_robin(lanes: deque[tuple[StreamLane, NumberedRows]]) -> Iterator[tuple[StreamLane, Row]]:
@@ -260,12 +256,12 @@ class _SamplePacker:
             self.ready.append([self._read_document()])
             return
         documents = self.waiting
-        tokens = sum(int(_lengths(sample).sum()) for _, sample in documents)
+        tokens = sum(self._length(sample) for _, sample in documents)
         while tokens < PACKS_AHEAD * capacity:
             documents.append(self._read_document())
-            tokens += int(_lengths(documents[-1][1]).sum())
-        lengths = [self.layout.padded(_lengths(sample)).sum() for _, sample in documents]
-        packs = pack(np.array(lengths), capacity, self.seed)
+            tokens += self._length(documents[-1][1])
+        lengths = np.array([self._length(sample, padded=True) for _, sample in documents], np.int64)
+        packs = pack(lengths, capacity, self.seed)
         self.ready.extend([documents[i] for i in packs[number].tolist()] for number in range(len(packs)))
         earlier = dict(enumerate(self.left_over))
         left_over = tuple(earlier.get(i, 0) + 1 for i in packs[len(packs) - 1].tolist())
@@ -274,9 +270,11 @@ class _SamplePacker:
         else:
             self.waiting, self.left_over = [], ()
 
-
-def _lengths(sample: TokenizedSample) -> np.ndarray:
-    return np.array([len(ids) for ids, _ in sample.documents])
+    def _length(self, sample: TokenizedSample, *, padded: bool = False) -> int:
+        """Return the tokens of a sample in a row, its documents padded to their multiple if `padded`."""
+        lengths = np.array([len(ids) for ids, _ in sample.documents])
+        saved = sample.shared if self.layout.shares_prompts else 0
+        return int((self.layout.padded(lengths) if padded else lengths).sum()) - saved
 
 
 class StreamedBatches(IterableDataset):
@@ -347,6 +345,7 @@ class StreamedBatches(IterableDataset):
             raise ValueError(f"the stream is not the checkpoint's: {mismatch}")
         ranks, workers = position["ranks"], position["workers"]
         current = {"ranks": self.division.ranks, "workers": self.workers, "packing": list(PackingRule.of(self.layout))}
+        position = position | {"packing": list(PackingRule(*position["packing"]))}
         if not (mismatch := differences(position, current)):
             names = [_cursor_name(self.division.rank, worker) for worker in range(workers)]
             self._begin([Cursor.from_arrays(arrays, name) for name in names], position["turn"])

@@ -56,6 +56,8 @@ class TokenFile:
         self.weights = self._column("weight")
         self.trained = self._column("trained")
         self.rows = self._column("row")
+        has_shared = "shared" in reader.schema.names  # absent in entries of earlier versions, which have no pairs
+        self.shared = self._column("shared").astype(np.int64) if has_shared else np.zeros(len(self.rows), np.int64)
 
     def __reduce__(self):
         return TokenFile, (self.folder,)  # another process maps the same pages
@@ -277,6 +279,11 @@ class TokenStore:
         The sum over its documents or, if those are in separate rows, the maximum.
         """
         return self._selected([file.padded_lengths(multiple, separate_rows) for file in self.files])
+
+    @cached_property
+    def shared(self) -> np.ndarray:
+        """Tokens that the documents of each sample begin with and may share: int64 [samples]."""
+        return self._selected([file.shared for file in self.files])
 
     def row(self, i: int) -> list[Document]:
         """Return the documents of sample i: token ids int32 [length], loss weights float32 [length].

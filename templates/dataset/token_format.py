@@ -23,6 +23,7 @@ SCHEMA = pa.schema(
         "weight": pa.float64(),  # first document: sum of the loss weights without its first token's
         "trained": pa.int32(),  # first document: trained tokens except the first token, which is not predicted
         "row": pa.int64(),  # number of the sample's row in the source
+        "shared": pa.int32(),  # EncodedSample.shared; entries of earlier versions lack it
     }
 )
 LIST_COLUMNS = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
@@ -66,6 +67,7 @@ def record_batch(samples: list[EncodedSample], *, has_vision: bool = False) -> p
         "weight": [sum(tokens * weight for tokens, weight in runs) - runs[0][1] for runs in first_runs],
         "trained": [sum(tokens for tokens, weight in runs if weight) - (runs[0][1] > 0) for runs in first_runs],
         "row": [sample.row for sample in samples],
+        "shared": [sample.shared for sample in samples],
     }
     columns: list[pa.Array] = [_lists(lists[name], SCHEMA.field(name).type) for name in LIST_COLUMNS]
     columns += [_to_arrow(values, SCHEMA.field(name).type) for name, values in scalars.items()]

@@ -25,7 +25,8 @@ from ..options import TemplateOptions
 from ..tokenizer import Tokenizer
 from .dropped_rows import DroppedRows
 from .placed_media import PlacedMedium
-from .samples import EncodedSample, Runs
+from .samples import EncodedSample, Runs, decode_runs
+from .shared_beginning import shared_beginning
 from .token_format import FORMAT
 
 Row = tuple[int, str, JsonObject]  # number, location for messages, columns
@@ -112,6 +113,8 @@ class Encoder:
             tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map,
             transformers.__version__, tokenizers.__version__,
         ]  # fmt: skip
+        if self.stage == "preference":
+            parts.append("shared beginnings of pairs")  # earlier versions did not store their lengths
         if self.vision:
             parts.append([self.vision.fingerprint, os.environ.get("ROOT_IMAGE_DIR")])
             if self.stage not in UNGROUPED:
@@ -161,10 +164,17 @@ class Encoder:
                 sample.label,
                 sample.columns,
                 [document.media for document in documents],
+                self._shared(documents),
             )
             for sample, documents in samples
         ]
         return encoded, dropped
+
+    def _shared(self, documents: list[_Document]) -> int:
+        """Return the tokens that the documents of a pair may share; 0 with images or videos."""
+        if self.stage != "preference" or any(document.media for document in documents):
+            return 0
+        return shared_beginning([(document.ids, decode_runs(document.runs)) for document in documents])
 
     @property
     def placeholders(self) -> list[int]:

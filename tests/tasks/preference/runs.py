@@ -211,11 +211,14 @@ def save_reward_model(folder: Path) -> Path:
 
 
 def assert_close(found: dict[str, float], wanted: dict[str, float]) -> None:
-    """Numbers of a log: the same up to what sums in another order do."""
+    """Numbers of a log: the same up to what sums in another order do.
+
+    Rewards are differences of log-probabilities of about 100, which fp32 rounds by up to 1e-5.
+    """
     apart = {
         name: (found.get(name), value)
         for name, value in wanted.items()
-        if not abs(found.get(name, math.inf) - value) <= 1e-5 * max(1.0, abs(value))
+        if not abs(found.get(name, math.inf) - value) <= 3e-5 * max(1.0, abs(value))
     }
     assert not apart, apart
 

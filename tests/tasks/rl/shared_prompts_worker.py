@@ -16,7 +16,7 @@ from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.families import family_of
 from megaswift.bridge.layers import packed_seqs
 from megaswift.bridge.model.model import Model
-from megaswift.bridge.model.shared_prompts import supports_shared_prompts
+from megaswift.bridge.model.shared_prompts import unshared_reason
 from megaswift.bridge.parallel import initialize
 from megaswift.tasks.distributed.redistribute import gather_by_document
 from megaswift.tasks.reference.reference_model import token_log_probs
@@ -82,7 +82,7 @@ def run(job: dict) -> dict:
     options = worker.options_of(job)
     initialize(options.build, seed=7)
     config = read_config(Path(job["model"]))
-    assert supports_shared_prompts(family_of(config).describe(config), options.build)
+    assert not unshared_reason(family_of(config).describe(config), options.build)
     model = worker.open_model(job, options)
     chunks = worker.open_training(model, options, None).chunks
     groups, pack = model.groups, job.get("packing", 96)
