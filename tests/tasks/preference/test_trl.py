@@ -56,7 +56,9 @@ def dpo(place: Place, *, ref_model: str | None = None, **settings: Any) -> tuple
 
 
 def test_dpo(place: Place) -> None:
-    agree(place.run("dpo"), dpo(place), place, "qwen3")
+    ours = place.run("dpo")
+    assert "prompts of pairs are computed once: " in ours.printed
+    agree(ours, dpo(place), place, "qwen3")
 
 
 def test_dpo_with_several_losses_and_another_reference(place: Place) -> None:
