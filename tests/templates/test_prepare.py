@@ -418,12 +418,13 @@ import sys, numpy as np, pyarrow as pa
 from megaswift.templates.dataset.samples import EncodedSample
 from megaswift.templates.dataset.token_format import flat_lists, record_batch
 first, second = (np.array([1, 2, 3], np.int32), [(1, 0.0), (2, 0.5)]), (np.array([4], np.int32), [(1, 1.0)])
-batch = record_batch([EncodedSample(7, [first], []), EncodedSample(9, [first, second], [0.25])])
+batch = record_batch([EncodedSample(7, [first], []), EncodedSample(9, [first, second], [0.25], shared=3)])
 assert batch.to_pydict() == {
     "input_ids": [[1, 2, 3], [1, 2, 3, 4]], "run_lengths": [[1, 2], [1, 2, 1]],
     "run_weights": [[0.0, 0.5], [0.0, 0.5, 1.0]], "document_lengths": [[3], [3, 1]], "label": [[], [0.25]],
     "columns": [[], []],
     "length": [3, 4], "weight": [1.0, 1.0], "trained": [2, 2], "row": [7, 9],
+    "shared": [0, 3],
 }
 assert flat_lists(batch.column("run_weights"))[1].tolist() == [0.0, 0.5, 0.0, 0.5, 1.0]
 assert "pandas" not in sys.modules

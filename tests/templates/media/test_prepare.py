@@ -308,7 +308,7 @@ def test_texts_alone_have_the_same_cache_entry_as_before(make_tokenizer, made, t
     prepare(PrepareOptions(dataset=[rows]), make_tokenizer(), stage="sft")
     store = made.prepare(dataset=[rows]).train
     entries = [pa.ipc.open_file(file).schema.names for file in (cache / "megaswift" / "tokens").rglob("*.arrow")]
-    assert sorted(map(len, entries)) == [10, 18]
+    assert sorted(map(len, entries)) == [11, 19]
     assert not store.has_media
     made.prepare(dataset=[rows], max_pixels=50_000)
     assert len(list((cache / "megaswift" / "tokens").iterdir())) == 3
