@@ -65,7 +65,7 @@ def complete_line(program: str, argv: list[str]) -> int:
 
 def _parameter(flag: Flag, *, completes: bool) -> inspect.Parameter:
     kind = list[str] if flag.is_list else str  # `resolve` converts values, those of a config file too
-    values = flag.metavar.split("|") if completes and "|" in flag.metavar else []
+    values = flag.choices if completes else []
 
     def complete(incomplete: str) -> list[str]:
         return [value for value in values if value.startswith(incomplete)]

@@ -1,4 +1,6 @@
-"""`--plan auto`: the layout that the plan finds, as flags of the run and words for its processes."""
+"""`--plan auto` and `--micro_batch_size auto`: what the plan finds, as flags of the run and words for its processes."""
+
+from typing import TYPE_CHECKING
 
 from ..bridge.option_groups import with_flags
 from ..tasks.options import SftOptions
@@ -9,7 +11,25 @@ from .flags import UsageError, usage_errors
 from .launch import gpu_model
 from .training_launch import TrainingLaunch
 
+if TYPE_CHECKING:
+    from ..tasks.plan.auto import AutoLayout
+    from ..tasks.plan.run_plan import Gpu
+
 SOURCE = "--plan auto"
+MICRO_BATCH = "micro_batch_size"
+AUTO = "auto"  # its value until the plan has found a number
+
+
+def plan_run(
+    options: SftOptions, sources: dict[str, str], launch: TrainingLaunch
+) -> tuple[SftOptions, list[str], list[str]]:
+    """Return the options as planned, the words to append to the command line, and notes for the user.
+
+    Raises UsageError.
+    """
+    if options.training.plan == AUTO:
+        return plan_layout(options, sources, launch)  # with the micro batch
+    return plan_micro_batch(options, sources, launch)
 
 
 def plan_layout(
@@ -22,21 +42,51 @@ def plan_layout(
     Raises UsageError.
     """
     from ..tasks.plan.auto import FIX, FLAGS, auto_layout
-    from ..tasks.plan.run_plan import Gpu
 
     requested = {name for name in sources if is_set_by_user(name, sources)}
+    if options.training.micro_batch_size == AUTO:
+        requested -= {MICRO_BATCH}
     if requested.issuperset(FLAGS.values()):
         return options, [], []
-    if launch.uses_ray:
-        raise UsageError(f"--plan auto cannot be used with --use_ray true: the cluster's GPUs are not known. {FIX}.")
-    gpus = launch.placement.training
-    model = gpu_model(gpus[0]) if gpus else None
-    if model is None:
+    gpu = _gpu(launch, SOURCE, FIX)
+    if gpu is None:
         raise UsageError(f"--plan auto: no GPU is visible. {FIX}.")
     supported_config(options, weights=())
-    gpu, checkpoint = Gpu(*model, launch.processes.per_node), newest_checkpoint(options)
     with usage_errors():
-        layout = auto_layout(options, requested, launch.processes.world, gpu, checkpoint)
-    sources |= dict.fromkeys(layout.flags, SOURCE)
+        layout = auto_layout(options, requested, launch.processes.world, gpu, newest_checkpoint(options))
+    return _set(options, sources, layout, SOURCE)
+
+
+def plan_micro_batch(
+    options: SftOptions, sources: dict[str, str], launch: TrainingLaunch
+) -> tuple[SftOptions, list[str], list[str]]:
+    """Return what `plan_layout` does, for `--micro_batch_size auto`. Raises UsageError."""
+    from ..tasks.plan.micro_batch import FIX, auto_micro_batch, cpu_micro_batch
+
+    gpu, world = _gpu(launch, f"--{MICRO_BATCH} auto", FIX), launch.processes.world
+    supported_config(options, weights=())
+    with usage_errors():
+        if gpu:
+            found = auto_micro_batch(options, world, gpu, newest_checkpoint(options))
+        else:
+            found = cpu_micro_batch(options, world)
+    return _set(options, sources, found, f"--{MICRO_BATCH} auto")
+
+
+def _gpu(launch: TrainingLaunch, flag: str, fix: str) -> "Gpu | None":
+    """Return the run's kind of GPU; None without one. Raises UsageError, with the flag and its fix, under Ray."""
+    from ..tasks.plan.run_plan import Gpu
+
+    if launch.uses_ray:
+        raise UsageError(f"{flag} cannot be used with --use_ray true: the cluster's GPUs are not known. {fix}.")
+    gpus = launch.placement.training
+    model = gpu_model(gpus[0]) if gpus else None
+    return Gpu(*model, launch.processes.per_node) if model else None
+
+
+def _set(
+    options: SftOptions, sources: dict[str, str], layout: "AutoLayout", source: str
+) -> tuple[SftOptions, list[str], list[str]]:
+    sources |= dict.fromkeys(layout.flags, source)
     words = [f"--{name}={str(value).lower()}" for name, value in layout.flags.items()]
     return with_flags(options, **layout.flags), words, [layout.note]

@@ -45,6 +45,7 @@ class Flag:
     help: str
     group: str
     bounds: str = ""  # interval of a number: "[0, 1)"
+    words: tuple[str, ...] = ()  # words for a number that the command line finds before anything reads it
 
     @property
     def is_list(self) -> bool:
@@ -57,7 +58,13 @@ class Flag:
     @property
     def metavar(self) -> str:
         """Type as shown in help: `int`, `true|false`, `a|b`, `text ...`, `JSON`."""
-        return _metavar(self.type)
+        return "|".join((_metavar(self.type), *self.words))
+
+    @property
+    def choices(self) -> list[str]:
+        """Words that a value may be, for completion."""
+        names = _metavar(self.type).removesuffix(" ...").split("|")
+        return [*(names if len(names) > 1 else []), *self.words]
 
     @property
     def shown_default(self) -> str:
@@ -89,19 +96,15 @@ def _flags(options: type) -> tuple[Flag, ...]:
             if dataclasses.is_dataclass(kinds[name]):
                 grouped += (replace(flag, default=getattr(defaults[name], flag.name)) for flag in _flags(kinds[name]))
             else:
-                text = annotated.__metadata__[0]
-                direct.append(
-                    Flag(name, _without_none(kinds[name]), defaults[name], text, _title(base), _bounds(annotated))
-                )
+                text, *more = annotated.__metadata__
+                bounds, words = more[0] if more else "", tuple(more[1:])
+                kind = _without_none(kinds[name])
+                direct.append(Flag(name, kind, defaults[name], text, _title(base), bounds, words))
     return (*direct, *grouped)
 
 
 def _title(group: type) -> str:
     return (group.__doc__ or "").split("\n")[0]
-
-
-def _bounds(annotated: Any) -> str:
-    return annotated.__metadata__[1] if len(annotated.__metadata__) > 1 else ""
 
 
 def _fields_of(group: type) -> dict[str, Any]:
@@ -151,6 +154,8 @@ def convert(flag: Flag, value: OptionValue, source: str) -> OptionValue:
     if flag.is_list:
         items = value if isinstance(value, list) else [value]
         return [_convert(flag, get_args(flag.type)[0], item, origin) for item in items]
+    if isinstance(value, str) and value in flag.words:
+        return value
     return _convert(flag, flag.type, value, origin)
 
 

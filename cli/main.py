@@ -200,10 +200,10 @@ def _run_training(command: Command, options: Options, sources: Sources, notes: l
         console.start_copy(shown_command(argv, {}))
     launch = TrainingLaunch.of(options)
     notes += unseen_gpus(launch.gpus)
-    if options.training.plan == "auto":
-        from .auto_plan import plan_layout
+    if "auto" in (options.training.plan, options.training.micro_batch_size):
+        from .auto_plan import plan_run
 
-        options, words, plan_notes = plan_layout(options, sources, launch)
+        options, words, plan_notes = plan_run(options, sources, launch)
         argv, notes = [*argv, *words], [*notes, *plan_notes]
     layout = ProcessLayout.of(options.build, launch.processes.world)
     before = flag_values(options)

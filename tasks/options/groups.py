@@ -11,7 +11,11 @@ class TrainingOptions:
     """Batch and length of the run"""
 
     micro_batch_size: Annotated[
-        int, "Samples, or packs with --packing true, of one forward pass of a data-parallel rank.", "(0, inf)"
+        int,
+        "Samples, or packs with --packing true, of one forward pass of a data-parallel rank; auto (pt, sft): as many "
+        "as fit by the plan and are not slower.",
+        "(0, inf)",
+        "auto",
     ] = 1
     global_batch_size: Annotated[int, "Samples of one optimizer step: micro batch x DP x accumulation.", "(0, inf)"] = (
         16

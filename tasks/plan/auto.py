@@ -46,9 +46,9 @@ def auto_layout(
     checkpoint: one to resume from, whose layout is kept if it fits
     Raises ValueError for a run that is not planned or does not fit.
     """
-    plan = _planned(options, requested, world, gpu)
+    plan = planned(options, requested, world, gpu, "--plan auto", FIX)
     values = {flag: flag_value(options, flag) for flag in FLAGS.values() if flag in requested}
-    saved = _saved_layout(checkpoint) if checkpoint else {}
+    saved = saved_layout(checkpoint) if checkpoint else {}
     result, origin = _search(plan, gpu, saved | values), "as in the checkpoint" if saved else ""
     if not result.best:
         result, origin = _search(plan, gpu, values), ""
@@ -58,24 +58,24 @@ def auto_layout(
     return AutoLayout(flags, _note(plan, result.best, origin))
 
 
-def _planned(options: SftOptions, requested: Collection[str], world: int, gpu: Gpu) -> RunPlan:
-    """Return the plan of the run's model and batch. Raises ValueError for flags that no plan has."""
+def planned(options: SftOptions, requested: Collection[str], world: int, gpu: Gpu, flag: str, fix: str) -> RunPlan:
+    """Return the plan of the run's model and batch. Raises ValueError, with `flag` and its fix, where there is none."""
     if gpu.machine is None:
-        raise ValueError(f"--plan auto: the speed of {gpu.name} is not known. {FIX}")
+        raise ValueError(f"{flag}: the speed of {gpu.name} is not known. {fix}")
     for name, values in PLANNED_VALUES.items():
         if flag_value(options, name) not in values:
-            raise ValueError(f"--plan auto cannot be used with --{name}, which is not planned. Remove one of them")
+            raise ValueError(f"{flag} cannot be used with --{name}, which is not planned. Remove one of them")
     if "sequence_parallel" in requested and not options.build.sequence_parallel:
-        raise ValueError("--plan auto cannot be used with --sequence_parallel false. Remove one of them")
+        raise ValueError(f"{flag} cannot be used with --sequence_parallel false. Remove one of them")
     if pack_length(options) is None:
-        raise ValueError("--plan auto needs the longest sample. Set --max_length")
+        raise ValueError(f"{flag} needs the longest sample. Set --max_length")
     try:
         return plan_run(options, world)
     except UnplannedRunError as error:
-        raise ValueError(f"--plan auto: not planned: {error}. {FIX}") from None
+        raise ValueError(f"{flag}: not planned: {error}. {fix}") from None
 
 
-def _saved_layout(checkpoint: Path) -> dict[str, Any]:
+def saved_layout(checkpoint: Path) -> dict[str, Any]:
     """Return the flags of the layout of a checkpoint's run; empty if they cannot be read."""
     try:
         saved = json.loads((checkpoint / "args.json").read_text(encoding="utf-8"))["options"]

@@ -1,4 +1,4 @@
-"""`--plan auto` on a machine with GPUs, of which nvidia-smi is a stand-in here."""
+"""`--plan auto` and `--micro_batch_size auto` on a machine with GPUs, of which nvidia-smi is a stand-in here."""
 
 import json
 import shlex
@@ -144,3 +144,98 @@ def test_a_dry_run_refuses_what_the_run_would(gpus, words, capsys) -> None:
     code, printed = dry(capsys, layout)
     assert (code, "needs at least" in printed) == (1, True), printed
     assert dry(capsys, layout, "--plan off")[0] == 0
+
+
+def micro_batch(capsys, words: list[str], more: str = "") -> tuple[int, str]:
+    """Return the micro batch in the command that starts the processes, and what the dry run printed."""
+    code, printed = dry(capsys, [*unplanned(words), "--micro_batch_size", "auto"], more)
+    assert code == 0, printed
+    options, _, _ = read_options("megatron", command_of(printed))
+    size = options.training.micro_batch_size
+    assert f"micro_batch_size                            {size}   (--micro_batch_size auto)" in printed
+    return size, printed
+
+
+def unplanned(words: list[str]) -> list[str]:
+    return [word for word in words if word not in ("--plan", "auto")]
+
+
+def planned_memory(printed: str) -> float:
+    return float(next(line.split()[1] for line in printed.splitlines() if line.startswith("  memory ")))
+
+
+def test_the_largest_micro_batch_that_fits(gpus, words, capsys) -> None:
+    gpus("NVIDIA H200", 143_771)
+    assert micro_batch(capsys, words)[0] == 4  # 16 samples on 4 GPUs
+    batch = "--global_batch_size 64"
+    assert micro_batch(capsys, words, batch)[0] == 8  # of 4,096 tokens: more than 32,768 would not be faster
+    gpus()
+    size, printed = micro_batch(capsys, words, batch)
+    assert f"note: --micro_batch_size auto: {size}, for " in printed
+    limit = 0.95 * (81_559 / 1024 - 2)
+    assert (size, planned_memory(printed) < limit) == (4, True)
+    code, printed = dry(capsys, unplanned(words), f"{batch} --plan off --micro_batch_size 8")
+    assert (code, planned_memory(printed) > limit) == (0, True)
+    recomputed = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+    assert micro_batch(capsys, words, f"{batch} {recomputed}")[0] == 8
+    assert micro_batch(capsys, words, f"{batch} --pipeline_model_parallel_size 4")[0] == 1  # more would idle stages
+    assert micro_batch(capsys, words, "--global_batch_size 12")[0] == 1  # 3 of each GPU
+
+
+def test_the_micro_batch_of_a_plan(gpus, words, capsys) -> None:
+    """--plan auto searches it too."""
+    gpus()
+    code, printed = dry(capsys, words, "--micro_batch_size auto")
+    assert code == 0, printed
+    options, _, _ = read_options("megatron", command_of(printed))
+    assert options.training.micro_batch_size in (1, 2, 4)
+    assert "note: --plan auto: DP4, " in printed
+    assert " (--plan auto)" in printed
+
+
+def test_a_resumed_run_has_the_micro_batch_of_its_checkpoint(gpus, words, capsys, tmp_path) -> None:
+    gpus()
+    checkpoint = tmp_path / "out" / "v0-20260101-000000" / "checkpoint-1"
+    (checkpoint / "trainer_state").mkdir(parents=True)
+    options, _, _ = read_options("megatron", [*words, "--micro_batch_size", "2"])
+    save_args(checkpoint / "args.json", options, {})
+    size, printed = micro_batch(capsys, words, "--resume_from_checkpoint latest")
+    assert (size, ": 2, as in the checkpoint, for " in printed) == (2, True)
+    size, printed = micro_batch(capsys, words, "--resume_from_checkpoint latest --global_batch_size 12")
+    assert (size, "as in the checkpoint" in printed) == (1, False)  # 2 does not divide it
+
+
+def test_a_micro_batch_without_a_gpu(words, capsys) -> None:
+    assert micro_batch(capsys, words)[0] == 4
+    assert micro_batch(capsys, words, "--global_batch_size 6")[0] == 2
+    assert micro_batch(capsys, words, "--global_batch_size 5")[0] == 1
+    words = ["rlhf", "--rlhf_type", "dpo", *unplanned(words)[1:]]
+    error = "error: --micro_batch_size auto: for megatron pt, and megatron sft on answers, whose memory is planned."
+    code, printed = dry(capsys, words, "--micro_batch_size auto")
+    assert (code, error in printed) == (2, True), printed
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ("--fp8_format hybrid", "--micro_batch_size auto: not planned: --fp8_format. Set a number"),
+        ("--tensor_model_parallel_size 2", "is planned with --sequence_parallel true. Set that too"),
+        ("--cpu_offloading true --cpu_offloading_num_layers 2", "cannot be used with --cpu_offloading, which is"),
+        ("--use_ray true", "--micro_batch_size auto cannot be used with --use_ray true"),
+        ("--task_type seq_cls --num_labels 2", "--micro_batch_size auto: not planned: --task_type seq_cls."),
+        ("--global_batch_size 6", "no micro batch divides --global_batch_size 6"),
+    ],
+)
+def test_refused_micro_batches(more, error, gpus, words, capsys) -> None:
+    gpus()
+    words = [*unplanned(words), "--micro_batch_size", "auto"]
+    code, printed = dry(capsys, words, more)
+    assert (code, error in printed) == (2, True), printed
+
+
+def test_gpus_without_a_micro_batch(gpus, words, capsys) -> None:
+    words = [*unplanned(words), "--micro_batch_size", "auto"]
+    gpus(memory=4_000)
+    assert "none fits: the smallest needs" in dry(capsys, words)[1]
+    gpus("NVIDIA GeForce GTX 1080", 8192)
+    assert "the speed of NVIDIA GeForce GTX 1080 is not known" in dry(capsys, words)[1]

@@ -59,9 +59,9 @@ def sample(row: Row) -> Any:
     flag = FLAGS.get(row.flags[0]) if row.flags else None
     if flag is None:
         return "x"
-    for values, value in ((("true|false",), True), (("int", "int ..."), 1), (("number", "number ..."), 0.5)):
-        if flag.metavar in values:
-            return value
+    samples = {"true|false": True, "int": 1, "int ...": 1, "int|auto": 1, "number": 0.5, "number ...": 0.5}
+    if flag.metavar in samples:
+        return samples[flag.metavar]
     return flag.metavar.split("|")[0].removesuffix(" ...") if "|" in flag.metavar else "x"
 
 
