@@ -54,7 +54,7 @@ def plan_layout(
     supported_config(options, weights=())
     with usage_errors():
         layout = auto_layout(options, requested, launch.processes.world, gpu, newest_checkpoint(options))
-    return _set(options, sources, layout, SOURCE)
+    return _apply(options, sources, layout, SOURCE)
 
 
 def plan_micro_batch(
@@ -70,7 +70,7 @@ def plan_micro_batch(
             found = auto_micro_batch(options, world, gpu, newest_checkpoint(options))
         else:
             found = cpu_micro_batch(options, world)
-    return _set(options, sources, found, f"--{MICRO_BATCH} auto")
+    return _apply(options, sources, found, f"--{MICRO_BATCH} auto")
 
 
 def _gpu(launch: TrainingLaunch, flag: str, fix: str) -> "Gpu | None":
@@ -84,7 +84,7 @@ def _gpu(launch: TrainingLaunch, flag: str, fix: str) -> "Gpu | None":
     return Gpu(*model, launch.processes.per_node) if model else None
 
 
-def _set(
+def _apply(
     options: SftOptions, sources: dict[str, str], layout: "AutoLayout", source: str
 ) -> tuple[SftOptions, list[str], list[str]]:
     sources |= dict.fromkeys(layout.flags, source)

@@ -151,8 +151,9 @@ def plan_data(options: SftOptions, layout: ProcessLayout) -> DataPlan:
         extend_tokenizer(tokenizer, read_tokens(tokens))
     vision = open_vision(options, folder, tokenizer)
     prepared = tokens_of(options, tokenizer, vision)
-    config = scale_rope(read_config(folder, mcore=bool(options.mcore_model)), options)
-    share_pairs(options, prepared, [config, *role_configs(options)])
+    if options.stage == "preference":
+        config = scale_rope(read_config(folder, mcore=bool(options.mcore_model)), options)
+        share_pairs(options, prepared, [config, *role_configs(options)])
     batches = batches_of(options, prepared.train, layout, vision=vision, shares_prompts=prepared.shares_prompts)
     steps_per_epoch = None if batches.samples is None else -(-batches.samples // options.training.global_batch_size)
     return DataPlan(steps_per_epoch, steps_of(options.training, batches.samples), prepared, tokenizer)

@@ -20,6 +20,7 @@ from megaswift.bridge.model.shared_prompts import unshared_reason
 from megaswift.bridge.parallel import initialize
 from megaswift.tasks.losses.preference import Dpo, Pairs, dpo_losses
 from megaswift.tasks.observability.flops import Flops
+from megaswift.tasks.reference import reference_model
 from megaswift.tasks.reference.reference_model import document_log_probs, sum_by_document
 from megaswift.tasks.run.planning import length_multiple
 from megaswift.tasks.train.objective import forward_flops, grouping_of
@@ -63,11 +64,13 @@ def run(job: dict) -> dict:
     size, ranks = job.get("micro_batch", 1), groups.dp.size()
     count = len(store) if pack is None else 8
     division = StepDivision(size, count, groups.dp.rank(), ranks, equal_lengths=groups.pp.size() > 1)
-    real, results, grads = packed_seqs.make_segments, {}, []
+    real, real_sum, results, grads = packed_seqs.make_segments, reference_model.sum_documents, {}, []
     try:
         for name, shares in (("repeated", False), ("shared", True)):
             layout = dataclasses.replace(layout, shares_prompts=shares)
-            if shares:
+            if shares and job.get("fault") == "no loss of the prompt":
+                reference_model.sum_documents = lambda values, spans, segments, _: real_sum(values, spans, segments)
+            elif shares:
                 plant(job.get("fault"))
             [batches] = Batches(store, layout, division, shuffle=False).one_pass()
             values = torch.zeros(len(store), 2)
@@ -86,7 +89,7 @@ def run(job: dict) -> dict:
                 "shares": sum(batch.prefixes is not None for batch in batches),
             }
     finally:
-        packed_seqs.make_segments = real
+        packed_seqs.make_segments, reference_model.sum_documents = real, real_sum
     pairs = [((b - a).abs().max(), a.abs().max()) for a, b in zip(*grads, strict=True)]
     worst = torch.tensor(pairs).amax(0)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)

@@ -21,7 +21,9 @@ RUNS = {
     "PP2": (2, "qwen3", {}, PP2, ROWS),
     "EP2": (2, "qwen3_moe", {}, EP2, {}),
 }
-FAULTS = {fault: (1, "qwen3", {}, {}, {"fault": fault}) for fault in ("no prompt", "each other")}
+FAULTS = {
+    fault: (1, "qwen3", {}, {}, {"fault": fault}) for fault in ("no prompt", "each other", "no loss of the prompt")
+}
 
 
 @pytest.fixture(scope="module")
