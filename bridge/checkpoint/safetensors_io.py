@@ -317,6 +317,8 @@ class _Hashed:
 
 def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield a tensor's bytes in `dtype`, one block at a time, without a full copy."""
+    if not tensor.numel():  # its stride is 0 if it comes from NumPy 2.5, and then it cannot be viewed as bytes
+        return
     tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
     rows = max(1, BLOCK // max(1, tensor[:1].numel() * dtype.itemsize))
     for part in tensor.split(rows):

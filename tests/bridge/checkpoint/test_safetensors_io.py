@@ -84,6 +84,15 @@ def test_written_files_are_read_by_the_library(tmp_path):
         assert opened.metadata() == {"format": "pt"}
 
 
+def test_an_empty_array_of_numpy_is_written(tmp_path):
+    """Of which the stride is 0, as of NumPy 2.5."""
+    forms = {"none": TensorSpec(torch.int64, (0,)), "one": TensorSpec(torch.int64, (1,))}
+    runs = {"none": torch.empty(0, dtype=torch.int64).as_strided((0,), (0,)), "one": torch.tensor([7])}
+    write_shard(tmp_path / "part", forms, iter(runs.items()))
+    written = load_file(tmp_path / "part")
+    assert {name: tensor.tolist() for name, tensor in written.items()} == {"none": [], "one": [7]}
+
+
 def test_no_such_weights(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"has no weights: no model.safetensors.index.json and no file that ends in"):
