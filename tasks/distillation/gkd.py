@@ -30,7 +30,7 @@ from ..rollout.engine_group import EngineGroup
 from ..rollout.eos import eos_token_ids
 from ..rollout.factory import ModelRollout, check_videos, open_rollout
 from ..rollout.transformers_engine import TransformersEngine
-from ..run.context import Run, episode_plan
+from ..run.context import Run, episode_plan, has_videos
 from ..train.evaluation import evaluate_on
 from ..train.objective import Objective, StepRunner, forward_flops, grouping_of, means, no_flops
 from ..train.setup import train
@@ -51,10 +51,10 @@ def check_answers(run: Run) -> None:
     assert isinstance(options, GkdOptions)
     if not run.data.has_media:
         return
-    if options.teacher.teacher_model_server:
+    if options.teacher.teacher_model_server and has_videos(run.data):
         raise ValueError(
-            f"--teacher_model_server {options.teacher.teacher_model_server}: the data has images or videos, which a "
-            "server does not see in this version. Set --teacher_model"
+            f"--teacher_model_server {options.teacher.teacher_model_server}: the data has videos, which a server does "
+            "not see in this version. Set --teacher_model"
         )
     if options.lmbda > 0:
         check_videos(run, options.engine)
@@ -101,6 +101,7 @@ class Gkd:
                 options.training.seed,
                 eos_ids=None,
                 vocab_size=self.teacher.vocab_size,
+                vision=run.vision,
             )
         elif options.seq_kd:
             # Also if the student's completions come from a server, which holds only the student's weights.

@@ -7,14 +7,12 @@ from dataclasses import replace
 import numpy as np
 
 from ...templates.batching.prompt_dataloader import Prompt
-from ...templates.dataset.placed_media import PlacedMedium, collapse
-from ...templates.formats.medium import MediaKind
+from ...templates.dataset.placed_media import PlacedMedium
 from ...templates.media.processor import VisionProcessor
 from ..options.groups import CompletionOptions, SamplingOptions
 from ..rollout.engine import Completion, Request, Sampling
 from ..rollout.engine_group import EngineGroup
-from ..rollout.request_image import resized_image, training_image
-from ..rollout.request_video import RequestVideo
+from ..rollout.media_requests import with_media
 from ..run.vocabulary import check_tokens
 
 
@@ -89,7 +87,8 @@ class Sampler:
         max_lengths = limits or [None] * len(tokens)
         requests = [Request(ids, int(seed), limit) for ids, seed, limit in zip(tokens, seeds, max_lengths, strict=True)]
         if any(media):
-            requests = self._with_media(requests, media)
+            assert self.vision is not None
+            requests = with_media(requests, media, self.vision)
         completions = self.rollout.generate(requests, self.sampling)
         if self.sampling.experts and any(completion.experts is None for completion in completions):
             raise RuntimeError(
@@ -97,30 +96,3 @@ class Sampler:
                 "engine"
             )
         return completions
-
-    def _with_media(self, requests: Sequence[Request], media: Sequence[Sequence[PlacedMedium]]) -> list[Request]:
-        """Return requests with their media, which completions of a prompt share, and one placeholder for each."""
-        vision = self.vision
-        assert vision is not None
-        images = {
-            id(image.medium): (resized_image if _of_kind(placed, "video") else training_image)(image, vision)
-            for placed in media
-            for image in _of_kind(placed, "image")
-        }
-        videos = {
-            id(video.medium): RequestVideo(video, vision) for placed in media for video in _of_kind(placed, "video")
-        }
-        return [
-            replace(
-                request,
-                tokens=collapse(request.tokens, placed, vision.video_token_id),
-                images=[images[id(image.medium)] for image in _of_kind(placed, "image")],
-                prompt_length=len(request.tokens),
-                videos=[videos[id(video.medium)] for video in _of_kind(placed, "video")],
-            )
-            for request, placed in zip(requests, media, strict=True)
-        ]
-
-
-def _of_kind(media: Sequence[PlacedMedium], kind: MediaKind) -> list[PlacedMedium]:
-    return [placed for placed in media if placed.plan.kind == kind]

@@ -16,7 +16,7 @@ class Backend(Protocol):
     max_adapter_rank: int  # of the LoRA adapters that it loads; 0: it loads full weights
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]: ...
-    async def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
+    async def top_log_probs(self, document: Request, positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
         """Return the likeliest next tokens, as `ScoringEngine.top_log_probs` does."""
         ...
 

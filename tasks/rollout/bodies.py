@@ -114,16 +114,28 @@ class Limits:
             requests.append(Request(tokens, seed, limit, [image for image, _ in images], length))
         return requests, sampling
 
+    def document(self, fields: Fields) -> Request:
+        """Return the tokens of a body to be scored, with its images. Its other fields are not read."""
+        images = self._images(fields) if "images" in fields else []
+        tokens = self.tokens(fields, new_tokens=0, images=images)
+        self._check_places(fields, tokens, images, has_drawn=True)
+        return Request(tokens, 0, None, [image for image, _ in images], prompt_length(tokens, images))
+
     def _images(self, fields: Fields) -> list[SentImage]:
         if self.images is None:
             raise invalid_request("images: this server's model takes none. Start one with a vision-language model")
         return self.images.read(fields.items("images", MAX_IMAGES))
 
-    def _check_places(self, fields: Fields, tokens: list[int], images: Sequence[SentImage]) -> None:
-        """Raise RequestError if a prompt has another number of placeholders than images, or another length."""
+    def _check_places(
+        self, fields: Fields, tokens: list[int], images: Sequence[SentImage], *, has_drawn: bool = False
+    ) -> None:
+        """Raise RequestError if tokens have another number of placeholders than images, or another length.
+
+        has_drawn: more placeholders are allowed, which a model has drawn
+        """
         if images and self.images:
             places = tokens.count(self.images.vision.image_token_id)
-            if places != len(images):
+            if places < len(images) or (places > len(images) and not has_drawn):
                 raise fields.invalid_request(f"it has {len(images)} images, and tokens has {places} places for them")
         expected = fields.integer("prompt_length", 1, None, None)
         if expected not in (None, length := prompt_length(tokens, images)):

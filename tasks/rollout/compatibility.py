@@ -56,7 +56,7 @@ def images_mismatch(images: int, most_images: int | None) -> str | None:
     if most_images is None or images <= most_images:
         return None
     if not most_images:
-        return "its model takes no images, and the run's data has some. Start it with the run's --model"
+        return "its model takes no images, and the run's data has some. Start it with a model that does"
     return (
         f"it takes {most_images} images in a prompt, and the run's data has {images}. Start it with another "
         "--vllm_limit_mm_per_prompt"

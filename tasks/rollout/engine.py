@@ -127,10 +127,11 @@ class ScoringEngine(Engine, Protocol):
         """Generate as `CompletionEngine`. Raises Cancelled once `is_cancelled()`, called before each token, is true."""
         ...
 
-    def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
+    def top_log_probs(self, document: Request, positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
         """Return the `top` likeliest next tokens below `vocab_size` at each of `positions` (0: after the first token).
 
-        Raises ValueError where `top` is larger than the vocabulary.
+        positions: counted with all tokens of the document's images. Placeholders behind those of its images are tokens
+        that a model has drawn. Raises ValueError where `top` is larger than the vocabulary.
         """
         ...
 

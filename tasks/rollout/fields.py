@@ -47,6 +47,9 @@ class Fields:
             raise invalid_request(f"{self._prefix}{unknown[0][:MAX_LETTERS]!r} is unknown. Fields: {', '.join(names)}")
         self._body: JsonObject = body
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._body
+
     def _value(self, name: str, default: object) -> object:
         if name not in self._body and default is ...:
             raise invalid_request(f"{self._prefix}{name} is missing")

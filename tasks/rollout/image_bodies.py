@@ -1,7 +1,8 @@
-"""Images in the bodies of /generate: encoded by a run, and read by the server.
+"""Images in the bodies of /generate and /top_log_probs: encoded by a run, and read by the server.
 
-A body has `images`, a list of {data, min_pixels, max_pixels}, and each request the indices of its own. Completions of a
-prompt share one. `data` is a file in base64; in its place other clients may give a `url`, or a `path` on the server.
+A body has `images`, a list of {data, min_pixels, max_pixels}, and each request the indices of its own: completions of a
+prompt share one. A body to be scored is of one document, which has all of them. `data` is a file in base64; in its
+place other clients may give a `url`, or a `path` on the server.
 """
 
 import base64
@@ -49,6 +50,14 @@ def request_bodies(requests: Iterable[Request]) -> list[JsonObject]:
             bodies[-1]["images"] = [encoded[image] for image in numbers]
         bodies[-1]["requests"].append(item)
     return bodies
+
+
+def scoring_body(document: Request) -> JsonObject:
+    """Return the part of a body of /top_log_probs that has the document."""
+    body: JsonObject = {"tokens": document.tokens}
+    if document.images:  # servers of earlier versions do not know these fields
+        body |= {"images": list(map(_encode, document.images)), "prompt_length": document.prompt_length}
+    return body
 
 
 def _decoded_bytes(image: RequestImage) -> int:

@@ -63,8 +63,8 @@ class InProcessBackend:
             task.exception()  # retrieved to silence asyncio's warning
             raise
 
-    async def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
-        return await self._submit(self.engine.top_log_probs, tokens, positions, top, vocab_size)
+    async def top_log_probs(self, document: Request, positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
+        return await self._submit(self.engine.top_log_probs, document, positions, top, vocab_size)
 
     async def vocabulary(self) -> dict[str, int]:
         return self.engine.vocabulary()

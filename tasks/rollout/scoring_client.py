@@ -16,10 +16,11 @@ import numpy as np
 
 from ...templates.json_types import JsonObject
 from ..run.vocabulary import compare_vocabularies, vocabulary_error
+from .compatibility import images_mismatch
 from .completion_json import from_json
 from .engine import Completion, Request, Sampling, TopLogProbs
 from .health import ANSWER_TIMEOUT, gather_all, notify, reconnect_hint, supervise, unreachable_reason
-from .image_bodies import request_bodies
+from .image_bodies import request_bodies, scoring_body
 from .keys import client_key
 from .scoring_routes import decode_top
 
@@ -76,10 +77,28 @@ class ScoringClient:
             part = slice(i, i + 1)
             raise vocabulary_error(source, str(tokenizer.decode(local_ids[part])), served_ids[part], local_ids[part])
 
+    def check_images(self, images: int) -> None:
+        """Raise ValueError where the server takes fewer images in a document."""
+        if self._model is not None:
+            raise ValueError(
+                f"{FLAG} {self.url}: the data has images, and vLLM's own server takes none in a tokenized prompt. "
+                "Start `swift rollout` with the teacher"
+            )
+        most_images = asyncio.run(self._health()).get("images")
+        if mismatch := images_mismatch(images, most_images):
+            raise ValueError(f"{FLAG} {self.url}: {mismatch}")
+
+    async def _health(self) -> JsonObject:
+        async with self._client() as http:
+            try:
+                return (await http.get("/health", timeout=ANSWER_TIMEOUT)).json()
+            except httpx.TransportError as error:
+                raise self._lost_error(str(error) or type(error).__name__) from error
+
     def top_log_probs(
-        self, documents: Sequence[np.ndarray], positions: Sequence[np.ndarray], top: int, vocab_size: int
+        self, documents: Sequence[Request], positions: Sequence[np.ndarray], top: int, vocab_size: int
     ) -> list[TopLogProbs]:
-        """Score each document at its positions, as `ScoringEngine.top_log_probs`.
+        """Score each document at its positions, as `ScoringEngine.top_log_probs`. vLLM's own server takes no images.
 
         Raises ScoringServerLost, ValueError for requests that the server rejects, RuntimeError for incomplete responses
         or another vocabulary.
@@ -88,9 +107,9 @@ class ScoringClient:
             calls = [
                 (
                     "/top_log_probs",
-                    {"tokens": tokens.tolist(), "places": indices.tolist(), "top": top, "vocab_size": vocab_size},
+                    scoring_body(document) | {"places": indices.tolist(), "top": top, "vocab_size": vocab_size},
                 )
-                for tokens, indices in zip(documents, positions, strict=True)
+                for document, indices in zip(documents, positions, strict=True)
             ]
             parsers = [
                 lambda response, indices=indices: decode_top(response.content, len(indices), top)
@@ -98,7 +117,7 @@ class ScoringClient:
             ]
         else:
             settings = {"model": self._model, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
-            calls = [("/v1/completions", settings | {"prompt": tokens.tolist()}) for tokens in documents]
+            calls = [("/v1/completions", settings | {"prompt": document.tokens}) for document in documents]
             parsers = [
                 lambda response, indices=indices: _parse_top_log_probs(response.json(), indices, top)
                 for indices in positions

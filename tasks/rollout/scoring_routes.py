@@ -1,9 +1,11 @@
 """Routes of the rollout server that score tokens for distillation. They need no claim and change no state.
 
 POST /vocabulary     {} -> the tokenizer's vocabulary: token ids by token
-POST /top_log_probs  {tokens, places (positions), top, vocab_size} -> `encode_top` of `ScoringEngine.top_log_probs`
+POST /top_log_probs  {tokens, places (positions), top, vocab_size, images, prompt_length} -> `encode_top` of
+                     `ScoringEngine.top_log_probs`
 """
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Protocol
 
@@ -32,13 +34,17 @@ async def vocabulary(server: ScoringServer, http: Http) -> Response:
 
 
 async def top_log_probs(server: ScoringServer, http: Http) -> Response:
-    fields = Fields(await json_body(http), ("tokens", "places", "top", "vocab_size"))
-    tokens = server.limits.tokens(fields, new_tokens=0)
+    names = "tokens", "places", "top", "vocab_size", "images", "prompt_length"
+    fields = Fields(await json_body(http), names)
+    if "images" in fields:  # decoded in a thread, so that the server stays responsive
+        document = await asyncio.to_thread(server.limits.document, fields)
+    else:
+        document = server.limits.document(fields)
     work = server.backend.top_log_probs(
-        tokens,
+        document,
         top=fields.integer("top", 1, server.limits.vocab_size),
         vocab_size=fields.integer("vocab_size", 1),
-        positions=fields.integers("places", 0, len(tokens) - 2),
+        positions=fields.integers("places", 0, (document.prompt_length or 0) - 2),
     )
     scores = await server.run_work(http, work, server.check_base_weights)
     return Response(encode_top(scores), media_type="application/octet-stream")

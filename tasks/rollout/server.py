@@ -172,8 +172,7 @@ class Server:
             raise invalid_request(mismatch)
         if mismatch := turn_mismatch(fields.texts("turns", []), self._turns):
             raise invalid_request(mismatch)
-        most_images = self._most_images if self.limits.images else 0
-        if mismatch := images_mismatch(fields.integer("images", 0, default=0), most_images):
+        if mismatch := images_mismatch(fields.integer("images", 0, default=0), self.most_images):
             raise invalid_request(mismatch)
         probe = probe_of(fields.raw("probe", None))
         await self._release_if_ended()
@@ -243,11 +242,17 @@ class Server:
             "model": self.model,
             "backend": self.backend.name,
             "workers": self.backend.workers,
+            "images": self.most_images,
             "version": self.version,
             "unfit": self._invalid_reason,
             "run": self.owner.who if self.owner.run is not None else None,
             "generating": self._generating,
         }
+
+    @property
+    def most_images(self) -> int | None:
+        """Most images of a prompt; None: any number."""
+        return self._most_images if self.limits.images else 0
 
     def _not_ready(self) -> str | None:
         """Return why the server cannot generate, None if it can."""

@@ -1,7 +1,7 @@
 """Generation with transformers in this process, in left-padded batches with a random generator per completion."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -60,10 +60,16 @@ class TransformersEngine:
         return [completions[i] for i in range(len(requests))]
 
     @torch.no_grad()
-    def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
+    def top_log_probs(self, document: Request, positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
         """Score tokens as `ScoringEngine`. Only logits at `positions` are computed."""
-        kept = torch.tensor(positions, device=self.device)
-        logits = self.replica.model(torch.tensor([tokens], device=self.device), logits_to_keep=kept).logits[0]
+        kept, drawn = torch.tensor(positions, device=self.device), {}
+        if document.images or document.videos:
+            document, drawn = self._without_drawn(document)
+        (prompt,), media = self._expanded([document])
+        tokens = torch.tensor([prompt])
+        inputs = self._media_inputs([document], tokens, media)
+        with self._embedding_at({place - len(document.tokens): token for place, token in drawn.items()}):
+            logits = self.replica.model(tokens.to(self.device), logits_to_keep=kept, **inputs).logits[0]
         if top > min(vocab_size, logits.shape[1]):
             raise ValueError(f"{top} likeliest tokens: the model has {min(vocab_size, logits.shape[1])}")
         parts = [torch.log_softmax(part[:, :vocab_size].float(), -1).topk(top) for part in logits.split(MAX_POSITIONS)]
@@ -99,15 +105,12 @@ class TransformersEngine:
     def _image_inputs(self) -> ImageInputs:
         return ImageInputs(self.folder, self.replica.model.config.image_token_id)
 
-    @torch.no_grad()
-    def _batch(
-        self, requests: list[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None
-    ) -> list[Completion]:
-        prompts, media = [request.tokens for request in requests], {}
+    def _expanded(self, requests: Sequence[Request]) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """Return the prompts with all tokens of their images and videos, and the inputs of the images."""
+        prompts, images = [request.tokens for request in requests], {}
         if any(request.images for request in requests):
-            prompts, media = self._image_inputs.of(requests)
-        videos = [video for request in requests for video in request.videos]
-        if videos:
+            prompts, images = self._image_inputs.of(requests)
+        if any(request.videos for request in requests):
             token_id = self.replica.model.config.video_token_id
             prompts = [
                 _with_videos(prompt, request.videos, token_id)
@@ -115,13 +118,57 @@ class TransformersEngine:
             ]
         for prompt, request in zip(prompts, requests, strict=True):
             request.check_length(len(prompt))
-        tokens, mask = left_pad(prompts, 0)  # padding is masked, so any token id works
-        if media:
+        return prompts, images
+
+    def _media_inputs(
+        self, requests: Sequence[Request], tokens: Tensor, images: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the model's inputs for images and videos, on the device.
+
+        tokens: int64 [requests, longest]. images: as of `_expanded`
+        """
+        videos, media = [video for request in requests for video in request.videos], dict(images)
+        if images:
             media["mm_token_type_ids"] = (tokens == self._image_inputs.token_id).int()
         if videos:
             inputs = transformers_inputs([(video.placed, video.patches) for video in videos], tokens, videos[0].vision)
             inputs["mm_token_type_ids"] += media.get("mm_token_type_ids", 0)
             media |= inputs
+        return {name: tensor.to(self.device) for name, tensor in media.items()}
+
+    def _without_drawn(self, document: Request) -> tuple[Request, dict[int, int]]:
+        """Return a document without the placeholders that a model has drawn behind its media, and these, by place.
+
+        transformers would look for an image of each.
+        """
+        config, tokens, drawn = self.replica.model.config, list(document.tokens), dict[int, int]()
+        for token_id, media in ((config.image_token_id, document.images), (config.video_token_id, document.videos)):
+            places = [place for place, token in enumerate(tokens) if token == token_id]
+            drawn |= dict.fromkeys(places[len(media) :], token_id)
+        for place in drawn:
+            tokens[place] = 0
+        return replace(document, tokens=tokens), drawn
+
+    @contextmanager
+    def _embedding_at(self, tokens: dict[int, int]) -> Iterator[None]:
+        """Have the model embed these tokens at their places, counted from the end, whatever its input has there."""
+
+        def embed(module: torch.nn.Module, _: object, embeddings: Tensor) -> Tensor:
+            rows = module.weight[list(tokens.values())]  # pyright: ignore[reportIndexIssue]
+            places = torch.tensor(list(tokens), device=self.device) % embeddings.shape[1]
+            return embeddings.index_copy(1, places, rows[None])
+
+        hook = self.replica.model.get_input_embeddings().register_forward_hook(embed) if tokens else nullcontext()
+        with hook:
+            yield
+
+    @torch.no_grad()
+    def _batch(
+        self, requests: list[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None
+    ) -> list[Completion]:
+        prompts, images = self._expanded(requests)
+        tokens, mask = left_pad(prompts, 0)  # padding is masked, so any token id works
+        media = self._media_inputs(requests, tokens, images)
         prompt_length = tokens.shape[1]
         sampler = _Sampler(requests, sampling, prompt_length, mask.to(self.device))
         ends = self.eos_ids if sampling.ends is None else set(sampling.ends)
@@ -135,7 +182,7 @@ class TransformersEngine:
             model.generate(
                 tokens.to(self.device),
                 attention_mask=mask.to(self.device),
-                **{name: tensor.to(self.device) for name, tensor in media.items()},
+                **media,
                 generation_config=settings,
                 logits_processor=[sampler],
                 stopping_criteria=[stop],

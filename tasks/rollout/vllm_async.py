@@ -111,7 +111,7 @@ class VllmBackend:
                 return to_completion(output.outputs[0], sampling)
         raise RuntimeError("vLLM aborted a request")
 
-    async def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
+    async def top_log_probs(self, document: Request, positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
         """Score tokens as `ScoringEngine`, but without the limit to `vocab_size`.
 
         vLLM scores all prompt tokens, and generates one token more.
@@ -121,9 +121,11 @@ class VllmBackend:
         settings = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=top, flat_logprobs=True, detokenize=False
         )
+        prompt = vllm_prompt(document)
         async with self._at_temperature(1.0):
-            async for output in self.llm.generate({"prompt_token_ids": tokens}, settings, request_id=uuid.uuid4().hex):
+            async for output in self.llm.generate(prompt, settings, request_id=uuid.uuid4().hex):
                 if output.finished:
+                    document.check_length(len(output.prompt_token_ids))
                     return _parse_top_log_probs(output.prompt_logprobs, positions, top)
         raise RuntimeError("vLLM aborted a request")
 

@@ -57,7 +57,7 @@ def place(tmp_path_factory) -> Place:
 
 def distil(place: Place, flags: str = "", processes: int = 1, model: str = "qwen3", **more: Any) -> Any:
     micro = "" if "micro_batch_size" in flags else "--micro_batch_size 2"
-    named = "" if "--teacher_model " in flags else "--teacher_model teacher"
+    named = "" if "--teacher_model" in flags else "--teacher_model teacher"
     data = "" if "--dataset" in flags else "--dataset rows.jsonl"
     return place.run(f"rlhf --rlhf_type gkd --model {model} {FLAGS} {data} {micro} {named} {flags}", processes, **more)
 

@@ -73,7 +73,7 @@ def check_reading(reader: ScoringClient, folder: Path) -> None:
     documents = [np.arange(5, 5 + size) for size in (2, 17, 40)]
     places = [np.arange(len(each) // 3, len(each) - 1) for each in documents]
     for _ in range(2):  # the second time its cache knows the beginnings
-        found = reader.top_log_probs(documents, places, 9, tiny.VOCAB)
+        found = reader.top_log_probs([Request(ids.tolist(), 0) for ids in documents], places, 9, tiny.VOCAB)
         for document, at, top in zip(documents, places, found, strict=True):
             with torch.no_grad():
                 wanted = model(torch.from_numpy(document)[None]).logits[0, at].log_softmax(-1).topk(9)
@@ -83,7 +83,7 @@ def check_reading(reader: ScoringClient, folder: Path) -> None:
     found = reader.generate([Request(prompt, 0) for prompt in prompts], Sampling(0.0, max_new_tokens=24))
     assert [answer.tokens for answer in found] == [_greedy(model, prompt) for prompt in prompts]
     with pytest.raises((ValueError, RuntimeError), match=r"maximum (context|model) length"):
-        reader.top_log_probs([np.arange(3, 303) % 90], [np.array([0])], 9, tiny.VOCAB)
+        reader.top_log_probs([Request([n % 90 for n in range(3, 303)], 0)], [np.array([0])], 9, tiny.VOCAB)
 
 
 def test_vllm_s_own_server_is_the_teacher(small: Distilled) -> None:
@@ -95,7 +95,7 @@ def test_vllm_s_own_server_is_the_teacher(small: Distilled) -> None:
         assert reader.kind == f"vLLM's own, {folder}"
         check_reading(reader, folder)
         with pytest.raises(ValueError, match=r"max allowed: 9 .*Start it with --max-logprobs as large as"):
-            reader.top_log_probs([np.array([5, 6, 7])], [np.array([0])], 10, tiny.VOCAB)
+            reader.top_log_probs([Request([5, 6, 7], 0)], [np.array([0])], 10, tiny.VOCAB)
         found = small.run(f'{WRITTEN} --teacher_model "" --teacher_model_server {reader.url}')
     assert_same_run(found, small.run(WRITTEN))
 

@@ -52,8 +52,9 @@ class KnownEngine:
         experts = np.array(request.tokens).reshape(-1, 1, 1) if sampling.experts else None
         return Completion(tokens, [-0.1 * request.seed - weight / 3] * len(tokens), "stop", experts)
 
-    def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
+    def top_log_probs(self, document: Request, positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
         """The tokens after the one at each position, less and less likely; 96: too few, 95: an unknown one, 94: NaN."""
+        tokens = document.tokens
         self.answer(Request(tokens, 0), Sampling(max_new_tokens=1))
         ids = np.array([[(tokens[position] + n) % vocab_size for n in range(top)] for position in positions], np.int32)
         log_probs = -0.5 * np.arange(1, top + 1, dtype=np.float32) - np.array(positions, np.float32)[:, None] / 8

@@ -32,14 +32,15 @@ PLACES = [np.array([0, 2]), np.array([0])]
 
 def ask(reader: ScoringClient, first: int | None = None, top: int = 3):
     documents = DOCUMENTS if first is None else [np.array([first, 9, 7]), DOCUMENTS[1]]
-    return reader.top_log_probs(documents, PLACES if first is None else [np.array([0, 1]), PLACES[1]], top, 90)
+    places = PLACES if first is None else [np.array([0, 1]), PLACES[1]]
+    return reader.top_log_probs([Asked(ids.tolist(), 0) for ids in documents], places, top, 90)
 
 
 def test_what_a_server_says_of_tokens() -> None:
     with serving() as (url, engine, _):
         found = ask(ScoringClient(url))
         for document, places, top in zip(DOCUMENTS, PLACES, found, strict=True):
-            wanted = engine.top_log_probs(document.tolist(), places.tolist(), 3, 90)
+            wanted = engine.top_log_probs(Asked(document.tolist(), 0), places.tolist(), 3, 90)
             assert (top.tokens == wanted.tokens).all()
             assert (top.log_probs == wanted.log_probs).all()  # to the last bit
         assert ScoringClient(url).generate([Asked([1, 2], 0)], Sampling())[0].tokens == [2, 1]
@@ -81,7 +82,7 @@ def test_places_that_there_are_not() -> None:
         serving() as (url, _, _),
         pytest.raises(ValueError, match="an item of places is 1: it must be a whole number from 0 to 0"),
     ):
-        ScoringClient(url).top_log_probs([np.array([1, 2])], [np.array([1])], 3, 90)
+        ScoringClient(url).top_log_probs([Asked([1, 2], 0)], [np.array([1])], 3, 90)
 
 
 def test_the_key() -> None:
@@ -135,7 +136,7 @@ def openai_like(engine: KnownEngine) -> FastAPI:
             choice = {"token_ids": body["prompt"][::-1][: body["max_tokens"]], "finish_reason": "stop"}
             return {"choices": [choice]}
         tokens, top = body["prompt"], body["prompt_logprobs"]
-        best = engine.top_log_probs(tokens, list(range(len(tokens) - 1)), top, 90)
+        best = engine.top_log_probs(Asked(tokens, 0), list(range(len(tokens) - 1)), top, 90)
         rows: list[dict | None] = [None]
         for place, (log_probs, ids) in enumerate(zip(best.log_probs.tolist(), best.tokens.tolist(), strict=True)):
             own = {str(tokens[place + 1]): {"logprob": -9.0, "rank": 50}}  # unlikelier than all of them
@@ -151,7 +152,7 @@ def test_vllm_s_own_server() -> None:
         reader = ScoringClient(url + "/v1/")
         assert reader.kind == "vLLM's own, a-teacher"
         for document, places, top in zip(DOCUMENTS, PLACES, ask(reader), strict=True):
-            wanted = engine.top_log_probs(document.tolist(), places.tolist(), 3, 90)
+            wanted = engine.top_log_probs(Asked(document.tolist(), 0), places.tolist(), 3, 90)
             assert (top.tokens == wanted.tokens).all()
             assert (top.log_probs == wanted.log_probs).all()
         assert reader.generate([Asked([1, 2, 3], 0, max_new_tokens=2)], Sampling())[0].tokens == [3, 2]
@@ -168,6 +169,8 @@ def test_vllm_s_own_server() -> None:
         letters.encode = lambda text, add_special_tokens: [ord(letter) + (letter == "x") for letter in text]
         with pytest.raises(ValueError, match=r"'y' is token \[120\] there and \[121\] in the trained model"):
             reader.check_vocabulary(letters)
+        with pytest.raises(ValueError, match=r"vLLM's own server takes none .* Start `swift rollout`"):
+            reader.check_images(1)
 
 
 def test_neither_kind_of_server() -> None:
@@ -189,11 +192,11 @@ def test_what_transformers_says_of_tokens(tmp_path, monkeypatch) -> None:
         logits = tiny.model("qwen3")(torch.tensor([tokens])).logits[0, places]
     for vocab_size in (tiny.VOCAB, 50):
         wanted = logits[:, :vocab_size].log_softmax(-1).topk(7)
-        found = engine.top_log_probs(tokens, places, 7, vocab_size)
+        found = engine.top_log_probs(Asked(tokens, 0), places, 7, vocab_size)
         assert (found.tokens == wanted.indices.numpy()).all()
         np.testing.assert_allclose(found.log_probs, wanted.values.numpy(), atol=1e-5)
     with pytest.raises(ValueError, match="51 likeliest tokens: the model has 50"):
-        engine.top_log_probs(tokens, places, 51, 50)
+        engine.top_log_probs(Asked(tokens, 0), places, 51, 50)
 
 
 class Process:

