@@ -363,7 +363,7 @@ def _check_rewards(options: GrpoOptions) -> None:
 def _check_turns(options: GeneratingOptions, sources: Mapping[str, str]) -> None:
     from ...tasks.multi_turn.load import check_turns
 
-    for name in ("max_turns", "turn_timeout", "gym_env"):
+    for name in ("max_turns", "turn_images", "turn_timeout", "gym_env"):
         if is_set_by_user(name, sources) and options.multi_turn.multi_turn_scheduler is None:
             raise UsageError(
                 f"{as_flag(name, options)}: only for episodes of several turns. Set --multi_turn_scheduler, or remove "

@@ -66,6 +66,8 @@ def _requests(options: SftOptions) -> Iterator[str]:
         yield "freeze_llm"
     if options.vision.precompute_features:
         yield "precompute_features"
+    if flag_value(options, "turn_images", None):
+        yield "turn_images"
     yield from (name for name in RATES if flag_value(options, name) is not None)
     yield from (name for name in FREEZING if not flag_value(options, name))
 

@@ -46,11 +46,9 @@ def run(options: GkdOptions, sources: dict[str, str]) -> int:
 
 
 def check_answers(run: Run) -> None:
-    """Raise ValueError if the data has images or videos that a server or engine of the run does not see."""
+    """Raise ValueError if the data has videos that a server or engine of the run does not see."""
     options = run.options
     assert isinstance(options, GkdOptions)
-    if not run.data.has_media:
-        return
     if options.teacher.teacher_model_server and has_videos(run.data):
         raise ValueError(
             f"--teacher_model_server {options.teacher.teacher_model_server}: the data has videos, which a server does "

@@ -15,7 +15,7 @@ from ..options import GkdOptions
 from ..rollout.engine import Request
 from ..rollout.media_requests import with_media
 from ..rollout.scoring_client import ScoringClient
-from ..run.context import Run, most_media
+from ..run.context import Run
 
 
 class RemoteTeacher:
@@ -43,7 +43,7 @@ class RemoteTeacher:
         self.vision = run.vision
         self.reader = run_on_all_ranks(connect, gloo_group())
         broadcast_from_rank0(lambda: self.reader.check_vocabulary(run.tokenizer), gloo_group())
-        if most := most_media(run.data, "image"):
+        if most := run.most_images:
             broadcast_from_rank0(lambda: self.reader.check_images(most), gloo_group())
         if self.top > vocab_size:
             raise ValueError(f"--gkd_logits_topk {self.top}: the vocabulary has {vocab_size} tokens. Set fewer")

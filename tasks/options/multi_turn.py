@@ -17,6 +17,12 @@ class TurnOptions:
     max_turns: Annotated[
         int | None, "Maximum turns of an episode. Default: as many as fit into --max_completion_length.", "(0, inf)"
     ] = None
+    turn_images: Annotated[
+        int | None,
+        "Most images that tools and schedulers send in an episode. Needed where the data has no images; by default "
+        "there is no limit where it has some.",
+        "(0, 1e6]",
+    ] = None
     turn_timeout: Annotated[
         float,
         "Timeout of a scheduler in seconds; then the run fails (tools: the model gets an error message).",

@@ -64,15 +64,15 @@ def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapt
 def builds_tower(run: Run, hf_config: JsonObject, folder: Path, typed_flag: str | None) -> bool:
     """Return whether to build the tower of a model beside the trained one.
 
-    Raises ValueError if the data has images, and it has none, or one that takes other images.
+    Raises ValueError if the run has images, and it has none, or one that takes other images.
     """
     has_tower = vision.has_tower(folder, hf_config)
-    if run.data.has_media and not has_tower:
+    if run.sees_media and not has_tower:
         raise ValueError(
-            f"{typed_flag or folder}: has no vision tower, and the data has images. Set a vision-language model of the "
+            f"{typed_flag or folder}: has no vision tower, and the run has images. Set a vision-language model of the "
             "same family"
         )
-    if run.data.has_media and (setting := differing_setting(run.hf_config, hf_config)):
+    if run.sees_media and (setting := differing_setting(run.hf_config, hf_config)):
         raise ValueError(
             f"{typed_flag or folder}: takes images in another form than the trained model ({setting} differs). Set a "
             "vision-language model of the same family"

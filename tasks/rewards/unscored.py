@@ -1,6 +1,6 @@
 """Completions that no reward scores: checks before a run, notes during it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -12,22 +12,26 @@ from .reward_fn import Reward, RewardError, RewardSample
 ROWS = 8  # number of rows without any score that ends a run
 
 
-def check_columns(rewards: Sequence[Reward], data: Prepared, *, evaluates: bool) -> list[str]:
+def check_columns(
+    rewards: Sequence[Reward], data: Prepared, *, evaluates: bool, added: Collection[str] = ()
+) -> list[str]:
     """Return notes on rows that no reward can score, since they lack required columns.
 
-    Raises ValueError if a reward requires a column that no row has, or if no row to train or evaluate on can be scored.
+    added: columns that episodes have beside those of their rows. Raises ValueError if a reward requires a column that
+    no row has, or if no row to train or evaluate on can be scored.
     """
     if not rewards:  # a teacher alone
         return []
     for reward in rewards:
-        reward.check_columns(data.columns)
+        reward.check_columns([*data.columns, *added])
     notes = []
     for purpose, store in (("train", data.train), ("evaluate", data.val if evaluates else None)):
         if not isinstance(store, TokenStore):
             continue
         scored = np.zeros(len(store), bool)
         for reward in rewards:
-            groups = [np.any([store.has(name) for name in names], axis=0) for names in reward.required_alternatives]
+            required = [names for names in reward.required_alternatives if set(names).isdisjoint(added)]
+            groups = [np.any([store.has(name) for name in names], axis=0) for names in required]
             scored |= np.all([np.ones(len(store), bool), *groups], axis=0)
         if scored.all():
             continue

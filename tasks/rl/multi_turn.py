@@ -50,6 +50,7 @@ class MultiTurn:
 
     def __init__(self, run: Run, options: GrpoOptions | GkdOptions):
         self._tokenizer, self.texts = run.tokenizer, CompletionTexts(run, options)
+        self._most_images = options.multi_turn.turn_images
         self._max_turns, self._max_length = options.multi_turn.max_turns, options.sampling.max_completion_length
         self._name = options.multi_turn.multi_turn_scheduler
         self._columns = rank0_only(lambda: run.data.columns) or []
@@ -57,7 +58,7 @@ class MultiTurn:
         self._starts_episodes = broadcast_from_rank0(
             lambda: self._scheduler is not None and self._scheduler.starts_episodes, gloo_group()
         )
-        self._vision = run.vision if run.data.has_media else None
+        self._vision = run.vision if run.sees_media else None
         self._renderer = Renderer(run.tokenizer, options.data, "prompts", prompt_tools(options))
         self._max_prompt = options.data.max_length
         thinking = options.data.enable_thinking
@@ -206,7 +207,7 @@ class MultiTurn:
         messages, media = split_replies(messages)
         try:
             tokens = self._continuation(messages, episode.columns, answer) if messages else []
-            tokens, images = self._with_images(tokens, media)
+            tokens, images = self._with_images(tokens, media, sent=len(episode.media) - len(prompt.media))
         except UnusableRow as error:
             raise TurnError(f"--multi_turn_scheduler {self._name}: {error} (what it says to {call})") from None
         used = episode.answer_start + len(answer) - len(prompt.tokens) + len(tokens)
@@ -215,12 +216,22 @@ class MultiTurn:
         messages = [message | {"content": to_tags(message["content"])} for message in messages]
         return NextTurn(messages, tokens, False, call.turn.info, edit, images)
 
-    def _with_images(self, tokens: list[int], media: Sequence[Medium]) -> tuple[list[int], list[PlacedMedium]]:
-        """Return the tokens of messages with those of their images, and these. Raises UnusableRow."""
+    def _with_images(
+        self, tokens: list[int], media: Sequence[Medium], *, sent: int
+    ) -> tuple[list[int], list[PlacedMedium]]:
+        """Return the tokens of messages with those of their images, and these. Raises UnusableRow.
+
+        sent: images of earlier messages
+        """
         if self._vision is None:
             if media:
-                raise UnusableRow("it has an image, and model or data have none, so that no vision tower is built")
+                raise UnusableRow(
+                    "it has an image, and no vision tower is built, since the data has none. Set --turn_images to the "
+                    "most images of an episode"
+                )
             return tokens, []
+        if self._most_images is not None and sent + len(media) > self._most_images:
+            raise UnusableRow(f"it has image {self._most_images + 1}, and --turn_images is {self._most_images}")
         ids = np.array(tokens, np.int32)
         (ids, _), images = expand(ids, np.zeros(len(ids), np.float32), place_media(ids, media, self._vision))
         return ids.tolist(), images

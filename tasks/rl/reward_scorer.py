@@ -21,7 +21,7 @@ from ..rewards.unscored import UnscoredMonitor, check_columns
 from ..rewards.vision_model import VisionModelReward, has_vision
 from ..rollout.factory import check_videos
 from ..rollout.health import notify
-from ..run.context import Run
+from ..run.context import Run, turn_images
 from ..system.plugins import load_plugins
 from .episode import Episode
 
@@ -37,12 +37,14 @@ class RewardScorer:
         self.tokenizer, self.timeout = run.tokenizer, options.reward_timeout
         self.weights = reward_weights(options)
         folder = _model_folder(run, options)
-        self.columns = rank0_only(lambda: run.data.columns) or []
+        added = _added_columns(run)
+        self.columns = [*(rank0_only(lambda: run.data.columns) or []), *added]
         self.rewards = rank0_only(lambda: self._load(run, folder))
         evaluates = run.options.training.eval_iters != 0
         self.notes: list[str] = []
         if self.weights:
-            self.notes = rank0_only(lambda: check_columns(self.rewards or [], run.data, evaluates=evaluates)) or []
+            notes = rank0_only(lambda: check_columns(self.rewards or [], run.data, evaluates=evaluates, added=added))
+            self.notes = notes or []
         self.monitor = UnscoredMonitor(reward_names(options))
         self.trainer_state = TrainerState(0, run.options.training.train_iters or 0)  # advanced by the loop
 
@@ -100,6 +102,11 @@ def sources_of(episode: Episode) -> JsonObject:
     return media_columns((image.medium for image in episode.media if image.medium), lambda source: source)
 
 
+def _added_columns(run: Run) -> list[str]:
+    """Return the columns of episodes that rows may lack: those of what tools and schedulers send."""
+    return ["images"] if turn_images(run.options) else []
+
+
 def check_data(run: Run) -> None:
     """Raise ValueError on every rank for data that rewards or engines cannot use, before any model is loaded.
 
@@ -111,15 +118,16 @@ def check_data(run: Run) -> None:
 
     def check() -> None:
         load_plugins(options.plugins.external_plugins)
-        check_columns(signatures(options.rewards), run.data, evaluates=options.training.eval_iters != 0)
+        evaluates = options.training.eval_iters != 0
+        check_columns(signatures(options.rewards), run.data, evaluates=evaluates, added=_added_columns(run))
 
     if reward_weights(options.rewards):
         rank0_only(check)
     check_videos(run, options.engine)
     folder = _model_folder(run, options.rewards)
-    if folder and run.data.has_media and not has_vision(folder):
+    if folder and run.sees_media and not has_vision(folder):
         raise ValueError(
-            f"--reward_model {options.rewards.reward_model}: has no vision tower, and the data has images. Set a "
+            f"--reward_model {options.rewards.reward_model}: has no vision tower, and the run has images. Set a "
             "reward model of a vision-language model"
         )
 

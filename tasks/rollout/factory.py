@@ -47,7 +47,7 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
             sleep_level=level,
             adapter_rank=rank,
             vocab_size=get_vocab_size(run.hf_config),
-            images=most_media(run.data, "image"),
+            images=run.most_images,
             turns=tuple(turn_flags(run.options)),
             address_flags=address_flags(options),
         )
@@ -96,7 +96,7 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
         initial_weights.offload(tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
         free_memory()
     settings = {"dtype": run.dtype, "experts": experts, "sleep_level": level, "memory_share": memory_share}
-    settings |= {"most_images": most_media(run.data, "image"), "most_videos": most_media(run.data, "video")}
+    settings |= {"most_images": run.most_images, "most_videos": most_media(run.data, "video")}
     settings["adapter_rank"] = rank and max(rank, options.vllm_max_lora_rank or 0)
     engine = run_on_all_ranks(lambda: VllmEngine(engine_folder(run), options, **settings))
     idle = level > 0 or moves.weights or moves.optimizer
@@ -177,7 +177,7 @@ class ModelRollout(EngineGroup[Engine]):
     GPU memory is in one of three states. train: engines sleep. sync: the state that only a step needs is offloaded, and
     weights go to the engines. generate: the trainer's weights are offloaded too.
 
-    The vision tower is sent where the data has images: if it is trained, with all weights; else once, and again after
+    The vision tower is sent where there are images: if it is trained, with all weights; else once, and again after
     an engine has lost its weights.
 
     `moves`: state to offload; None: none.
@@ -204,7 +204,7 @@ class ModelRollout(EngineGroup[Engine]):
         self._sleeps, self._moves = sleeps, moves
         self._adapter = model.lora if sends_adapter else None  # sent without the base weights
         self._is_base_verified = False
-        self._needs_tower, self._has_tower = model.vision is not None and run.data.has_media, False
+        self._needs_tower, self._has_tower = model.vision is not None and run.sees_media, False
         self._keeps_tower = not (frees_weights or (model.vision is not None and model.vision.trains))
         self._offload: TrainerOffload | None = None
         self._training: TrainState | None = None

@@ -144,7 +144,7 @@ class TransformersEngine:
         config, tokens, drawn = self.replica.model.config, list(document.tokens), dict[int, int]()
         for token_id, media in ((config.image_token_id, document.images), (config.video_token_id, document.videos)):
             places = [place for place, token in enumerate(tokens) if token == token_id]
-            drawn |= dict.fromkeys(places[len(media) :], token_id)
+            drawn |= {place: tokens[place] for place in places[len(media) :]}
         for place in drawn:
             tokens[place] = 0
         return replace(document, tokens=tokens), drawn

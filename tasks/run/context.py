@@ -18,7 +18,7 @@ from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.checkpoint.rope_scaling import scale_rope
 from ...bridge.checkpoint.vision import adapts_tower, has_tower, needs_tower
 from ...bridge.model.build import DTYPES
-from ...bridge.option_groups import with_flags
+from ...bridge.option_groups import flag_value, with_flags
 from ...bridge.options import ModelOptions, VisionOptions
 from ...bridge.parallel import current_groups, initialize
 from ...bridge.pipeline_layout import ACCOUNTED, LAYOUT, virtual_pipeline_size
@@ -73,7 +73,7 @@ class Run:
     data: Prepared
     resumed: Resumed | None
     vision: VisionProcessor | None = None
-    builds_tower: bool = False  # whether the vision tower is built: for images and videos in the data
+    builds_tower: bool = False  # whether the vision tower is built: for images and videos
     role_configs: Sequence[JsonObject] = ()  # config.json of reference, critic and teacher, where flags name them
 
     @property
@@ -92,10 +92,20 @@ class Run:
 
     @property
     def vision_options(self) -> VisionOptions:
-        """Return the options of the vision tower, which is frozen without images in the data."""
-        if self.data.has_media:
+        """Return the options of the vision tower, which is frozen without images."""
+        if self.sees_media:
             return self.options.vision
         return replace(self.options.vision, freeze_vit=True, freeze_aligner=True)
+
+    @property
+    def sees_media(self) -> bool:
+        """Return whether there are images or videos: in the data, or from tools and schedulers."""
+        return self.data.has_media or turn_images(self.options) > 0
+
+    @property
+    def most_images(self) -> int:
+        """Return the largest number of images of a document, those of tools and schedulers included."""
+        return most_media(self.data, "image") + turn_images(self.options)
 
     @property
     def base(self) -> str:
@@ -145,6 +155,8 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     dtype = dtype_of(options, config)
     tokenizer = load_tokenizer(model_folder)
     vision = run_on_all_ranks(lambda: open_vision(options, model_folder, tokenizer))
+    if (most := turn_images(options)) and vision is None:
+        raise ValueError(f"--turn_images {most}: the model takes no images. Remove it")
 
     # Other ranks read the cache that the first rank has built, even with `--load_from_cache_file false`.
     cached_options = with_flags(options, load_from_cache_file=True)
@@ -165,7 +177,10 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
         adapter_folder = resumed.checkpoint
     elif resumed:
         weights_folder = resumed.checkpoint
-    builds_tower = run_on_all_ranks(lambda: _builds_tower(options, weights_folder, hf_config, data, adapter_folder))
+    sees_media = data.has_media or turn_images(options) > 0
+    builds_tower = run_on_all_ranks(
+        lambda: _builds_tower(options, weights_folder, hf_config, adapter_folder, sees_media=sees_media)
+    )
     return Run(
         options,
         model_folder,
@@ -191,12 +206,12 @@ def _check_fits(options: SftOptions) -> None:
 
 
 def _builds_tower(
-    options: SftOptions, folder: Path, hf_config: JsonObject, data: Prepared, adapter: Path | None
+    options: SftOptions, folder: Path, hf_config: JsonObject, adapter: Path | None, *, sees_media: bool
 ) -> bool:
     """Return whether to build the vision tower. Raises ValueError if that is needed and excluded."""
     if not has_tower(folder, hf_config):
-        if data.has_media:
-            raise ValueError(f"{folder}: the data has images, and the folder has no weights of a vision tower")
+        if sees_media:
+            raise ValueError(f"{folder}: the run has images, and the folder has no weights of a vision tower")
         return False
     is_needed = needs_tower(folder) or (adapter is not None and adapts_tower(adapter))
     if is_needed and options.vision.language_model_only:
@@ -204,7 +219,7 @@ def _builds_tower(
             "--language_model_only true: the checkpoint or adapter has the vision tower in a form that is not carried "
             "along. Remove it"
         )
-    return is_needed or data.has_media
+    return is_needed or sees_media
 
 
 def _write_first_files(folder: Path, options: SftOptions, sources: dict[str, str]) -> None:
@@ -300,6 +315,11 @@ def has_videos(data: Prepared) -> bool:
 def most_media(data: Prepared, kind: MediaKind) -> int:
     """Return the largest number of images or videos of a sample; 0 for a stream."""
     return max((store.most(kind) for store in (data.train, data.val) if isinstance(store, TokenStore)), default=0)
+
+
+def turn_images(options: SftOptions) -> int:
+    """Return the most images that tools and schedulers send in an episode; 0 if that is not set."""
+    return flag_value(options, "turn_images", None) or 0
 
 
 def dtype_of(options: ModelOptions, hf_config: JsonObject) -> torch.dtype:

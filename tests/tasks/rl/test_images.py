@@ -157,4 +157,4 @@ def test_a_reward_model_sees_the_images(images: Place) -> None:
 
 def test_a_reward_model_without_a_tower_is_refused(images: Place) -> None:
     line = images.line(f"{FLAGS} --reward_funcs waves --reward_model other", "refused")
-    assert "--reward_model other: has no vision tower, and the data has images" in images.megatron(line, code=1)
+    assert "--reward_model other: has no vision tower, and the run has images" in images.megatron(line, code=1)

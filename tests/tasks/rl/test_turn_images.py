@@ -2,12 +2,13 @@
 
 import json
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from tests.tasks.preference.runs import assert_close
-from tests.tasks.rl.images import FLAGS, Scored
+from tests.tasks.rl.images import FLAGS, Scored, question, write
 from tests.tasks.rl.runs import DIFFERENCE, Place, Trained, assert_same_steps, of_training
 from tests.tasks.rl.test_turns import DUMPED
 from tests.tasks.vision_oracle import ALL, Oracle
@@ -15,6 +16,7 @@ from tests.tasks.vision_oracle import ALL, Oracle
 pytestmark = pytest.mark.slow
 PLACEHOLDERS = 5, 6  # token ids of images and videos
 MESSAGE = "<|im_start|>tool\nseen <|vision_start|><|image_pad|><|vision_end|>.<|im_end|>\n<|im_start|>assistant\n"
+GOALS = range(3, 24, 4)  # of prompts without images
 ROOM = 90  # tokens of an episode behind its prompt
 PLUGIN = """
 import math
@@ -54,11 +56,14 @@ TURNS = (
     f"{FLAGS} --external_plugins shows.py rewards.py --multi_turn_scheduler shows --reward_funcs counted --beta 0 "
     f"--max_completion_length {ROOM} --stop_words e o --seed 7"
 )
+ON_TEXTS = TURNS.replace("images.jsonl", "texts.jsonl")
 
 
 @pytest.fixture
 def turns(images: Place) -> Place:
     (images.folder / "shows.py").write_text(PLUGIN)
+    rows = [{name: value for name, value in question(goal).items() if name != "images"} for goal in GOALS]
+    write(images.folder / "texts.jsonl", rows)
     return images
 
 
@@ -67,15 +72,20 @@ def episodes(run: Trained) -> list[dict]:
     return [row | episode for row, episode in zip(run.completions, dumped, strict=True)]
 
 
-def test_episodes_are_those_of_transformers(turns: Place) -> None:
+@pytest.mark.parametrize(
+    ("flags", "goals"),
+    [(f"{TURNS} {ALL}", range(6)), (f"{ON_TEXTS} {ALL} --turn_images 2", GOALS)],
+    ids=["with images", "without images in the data"],
+)
+def test_episodes_are_those_of_transformers(flags: str, goals: Sequence[int], turns: Place) -> None:
     """The first step is by the initial model, whose log-probabilities the engine's are."""
-    run = turns.run(f"{TURNS} {ALL}", script=DUMPED)
+    run = turns.run(flags, script=DUMPED)
     assert max(row[f"{DIFFERENCE}/max"] for row in run.steps) < 2e-5
     oracle = Oracle(turns.folder / "vision", turns.folder)
     decode = oracle.processor.tokenizer.decode
     shown = 0
     for number, row in enumerate(episodes(run)):
-        goal, sent = number // 4, sum(turn["role"] == "tool" for turn in row["turns"])
+        goal, sent = goals[number // 4], sum(turn["role"] == "tool" for turn in row["turns"])
         if any(token in PLACEHOLDERS for token in row["completion_ids"]):
             continue  # the model has drawn one, which transformers' forward pass does not take
         shown += sent
@@ -128,6 +138,22 @@ def test_resumed_steps_see_the_images(turns: Place) -> None:
     printed = turns.megatron(line.replace("--no_save_optim true --no_save_rng true", ""))
     resumed = Trained(turns.folder / "resumed-turns", printed)
     assert_close(of_training(resumed.steps[-1]), of_training(whole.steps[-1]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        pytest.param("", "an image, and no vision tower is built, since the data has none", marks=pytest.mark.long),
+        ("--turn_images 1", "it has image 2, and --turn_images is 1 (what it says to row "),
+        ("--turn_images 1 --language_model_only true", "--turn_images 1 cannot be used with --language_model_only"),
+        ("--turn_images 1 --model qwen3", "--turn_images 1: the model has no vision tower that is supported"),
+    ],
+)
+def test_more_images_than_the_run_expects(flags: str, problem: str, turns: Place) -> None:
+    base = ON_TEXTS.replace("counted", "waves")
+    base = base.replace("--model vision", "") if "--model" in flags else base
+    line = turns.line(f"{base} {flags}", "unexpected")
+    assert problem in turns.megatron(line, code=2 if problem.startswith("--") else 1)
 
 
 def test_an_image_that_cannot_be_read_ends_the_run(turns: Place) -> None:

@@ -127,10 +127,12 @@ def test_completions_are_by_the_weights_of_the_step(tower: str, folder: Path) ->
 
 
 def test_images_that_a_scheduler_sends(folder: Path) -> None:
-    """The lengths of vLLM's prompts are compared with training's, and log-probabilities."""
-    turns = "--multi_turn_scheduler shows --max_completion_length 40 --stop_words a --output_dir turns"
-    vllm = """--vllm_mode colocate --vllm_max_model_len 256 --vllm_limit_mm_per_prompt {"image":4}"""
-    run(folder, PYTHON, "megatron", *f"{LINE} {turns} {vllm}".split())
+    """To prompts without images. The lengths of vLLM's prompts are compared with training's, and log-probabilities."""
+    rows = ({"messages": [{"role": "user", "content": f"what {'colour ' * number}?"}]} for number in range(6))
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns = "--multi_turn_scheduler shows --turn_images 1 --max_completion_length 40 --stop_words a --output_dir turns"
+    vllm = "--vllm_mode colocate --vllm_max_model_len 256"
+    run(folder, PYTHON, "megatron", *f"{LINE.replace('rows.jsonl', 'texts.jsonl')} {turns} {vllm}".split())
     steps = [row for row in rows_of(folder / "turns" / "logging.jsonl") if "loss" in row]
     assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 2e-5
     assert sum(len(row["turns"]) > 1 for row in rows_of(folder / "turns" / "completions.jsonl")) > 5
