@@ -10,19 +10,13 @@ row's own response or null; rows with images or videos have `images` and `videos
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
-import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tqdm import tqdm
 
 from ..bridge.checkpoint.hub import (
@@ -33,24 +27,27 @@ from ..bridge.checkpoint.hub import (
     read_adapter_config,
     set_base_model,
 )
-from ..bridge.checkpoint.pretrained import load_model, load_tokenizer
+from ..bridge.checkpoint.pretrained import load_model
 from ..bridge.checkpoint.rope_scaling import scaled_folder
-from ..templates.chat_template.chat import ChatTemplate
-from ..templates.chat_template.non_thinking import OFF
-from ..templates.dataset.placed_media import expand
-from ..templates.dataset.tokenize import place_media
 from ..templates.formats.dataset_names import resolve_text
-from ..templates.formats.medium import Medium, has_sentinels, json_source, media_columns
+from ..templates.formats.medium import Medium, json_source, media_columns
 from ..templates.formats.schemas import Conversation, UnusableRow
-from ..templates.json_types import JsonObject
 from ..templates.media.processor import VisionProcessor
 from ..templates.plural import plural
 from .convert.peft_model import attach_adapter, merge_adapter
 from .infer_data import InferPrompt, RunData, read_prompts
-from .infer_media import EncodedPrompt, has_videos, media_inputs, open_vision, read_query, to_request, with_tags
+from .infer_engine import AdapterFolder, ChatEngine, Emit
+from .infer_media import (
+    EncodedPrompt,
+    count_videos,
+    media_inputs,
+    open_vision,
+    read_query,
+    with_tags,
+)
 from .infer_metrics import METRICS
+from .infer_vllm import VllmChat
 from .options import InferOptions
-from .rollout.lora_support import RANKS, lora_rank_bucket
 from .system.atomic_dir import loading, verify_files
 
 if TYPE_CHECKING:
@@ -62,13 +59,7 @@ KERNELS = {  # --attention_backend -> transformers' name
     "flash_3": "flash_attention_3",
     "unfused": "eager",
 }
-Emit = Callable[[str], None]  # receives a piece of a response
-NO_VIDEOS_IN_VLLM = "--infer_backend vllm: takes no videos in this version. Set --infer_backend transformers."
 VLLM_PROMPTS = 2000  # per call of LLM.generate
-UNSUPPORTED_BY_VLLM = {  # keys of adapter_config.json that vLLM rejects or silently ignores
-    "use_dora": "DoRA (use_dora)",
-    "modules_to_save": "fully trained modules (modules_to_save)",
-}
 
 
 def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
@@ -81,12 +72,13 @@ def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
     folder = checked_folder(options)
     vision = open_vision(folder, options)
     rows = [] if is_chat else list(read_prompts(options, run_data, vision))
-    if options.infer_backend == "vllm" and has_videos(medium for row in rows for medium in row.conversation.media):
-        raise ValueError(NO_VIDEOS_IN_VLLM)
+    most_videos = max((count_videos(row.conversation.media) for row in rows), default=0)
     path = result_path(adapter.folder if adapter else folder, options) if not is_chat else None
-    engine = (VllmChat if options.infer_backend == "vllm" else TransformersChat)(
-        scaled_folder(folder, options), adapter, options, vision
-    )
+    scaled = scaled_folder(folder, options)
+    if options.infer_backend == "vllm":
+        engine = VllmChat(scaled, adapter, options, vision, most_videos)
+    else:
+        engine = TransformersChat(scaled, adapter, options, vision)
     if path is None:
         chat(engine, options)
     else:
@@ -102,12 +94,6 @@ def checked_folder(options: InferOptions) -> Path:
     if not has_weights(folder):
         raise ValueError(f"--model {folder} {no_weights_message(folder)}. Use a folder that has them.")
     return folder
-
-
-@dataclass(frozen=True)
-class AdapterFolder:
-    folder: Path
-    config: JsonObject  # adapter_config.json
 
 
 def checked_adapter(options: InferOptions) -> AdapterFolder | None:
@@ -163,7 +149,7 @@ def _default_path(folder: Path, timestamp: str) -> Path:
     return folder / "infer_result" / f"{timestamp}.jsonl"
 
 
-def answer(engine: "ChatEngine", prompts: list[InferPrompt], path: Path, options: InferOptions) -> None:
+def answer(engine: ChatEngine, prompts: list[InferPrompt], path: Path, options: InferOptions) -> None:
     """Complete each prompt and write its row to `path`, batch by batch."""
     if options.metric and all(prompt.label is None for prompt in prompts):
         raise ValueError(f"--metric {options.metric}: no row of the dataset has a response to compare with. Remove it.")
@@ -206,7 +192,7 @@ def _rows_per_write(options: InferOptions, rows: int) -> int:
     return options.write_batch_size if options.write_batch_size > 0 else max(rows, 1)
 
 
-def chat(engine: "ChatEngine", options: InferOptions) -> None:
+def chat(engine: ChatEngine, options: InferOptions) -> None:
     """Chat on the terminal until `exit`, `quit`, or the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (adds line editing and history to input())
@@ -228,7 +214,7 @@ def chat(engine: "ChatEngine", options: InferOptions) -> None:
         if not text:
             continue
         try:
-            text, query_media = _query(text, engine, options)
+            text, query_media = _query(text, engine, media)
         except (UnusableRow, ValueError) as error:
             print(f"error: {error}")
             continue
@@ -253,55 +239,21 @@ def chat(engine: "ChatEngine", options: InferOptions) -> None:
         messages.append({"role": "assistant", "content": response})
 
 
-def _query(text: str, engine: "ChatEngine", options: InferOptions) -> tuple[str, list[Medium]]:
-    """Return a query with its images and videos, whose paths are asked for. Raises UnusableRow or ValueError."""
+def _query(text: str, engine: ChatEngine, earlier: list[Medium]) -> tuple[str, list[Medium]]:
+    """Return a query with its images and videos, whose paths are asked for. Raises UnusableRow or ValueError.
+
+    earlier: images and videos of the conversation
+    """
     if engine.vision is None:
         return text, []
     text, media = read_query(text, engine.vision, lambda kind: input(f"{kind}, path or URL <<< ").strip())
-    if options.infer_backend == "vllm" and has_videos(media):
-        raise ValueError(NO_VIDEOS_IN_VLLM)
+    videos, most = count_videos([*earlier, *media]), engine.most_videos
+    if most is not None and videos > most:
+        raise ValueError(
+            f"--infer_backend vllm: takes {most or 'no'} videos in a conversation. Start it with "
+            f"""--vllm_limit_mm_per_prompt '{{"video": {videos}}}'."""
+        )
     return text, media
-
-
-class ChatEngine(ABC):
-    """Engine of `swift infer`: token ids and media in, text out.
-
-    vision: processor of images and videos; None for a model that takes none
-    """
-
-    def __init__(self, folder: Path, options: InferOptions, vision: VisionProcessor | None = None):
-        self.tokenizer, self.vision = load_tokenizer(folder), vision
-        if vision and vision.chat_template:  # it goes before the tokenizer's
-            self.tokenizer.chat_template = vision.chat_template
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                f"--model {folder}: its tokenizer has no chat template. Set a model that was fine-tuned on "
-                "conversations, or add a chat_template.jinja to the folder."
-            )
-        thinking = {} if options.enable_thinking is None else dict.fromkeys(OFF, options.enable_thinking)
-        if thinking and not any(name in str(self.tokenizer.chat_template) for name in thinking):
-            print("note: --enable_thinking has no effect: the chat template has no such variable.")
-        self._template = ChatTemplate(self.tokenizer, **thinking)
-
-    def encode(self, conversation: Conversation, row_name: str = "") -> EncodedPrompt:
-        """Return the tokens of a conversation up to the start of its response, and its media."""
-        try:
-            text = self._template.render(conversation, prompt=True)
-            if has_sentinels(text):
-                raise UnusableRow("the chat template has no place for an image or video in one of its messages")
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            if self.vision is None:
-                return EncodedPrompt(ids, name=row_name)
-            placed = place_media(np.array(ids), conversation.media, self.vision)
-        except UnusableRow as error:
-            row = f"{row_name}: " if row_name else ""
-            raise ValueError(f"--model {self.tokenizer.name_or_path}: {row}{error}") from error
-        (expanded, _), placed = expand(np.array(ids), np.zeros(len(ids)), placed)
-        return EncodedPrompt(expanded.tolist(), placed, row_name)
-
-    @abstractmethod
-    def generate(self, prompts: list[EncodedPrompt], emit: Emit | None = None) -> list[str]:
-        """Return a response to each prompt. `emit` receives the pieces of a single prompt's response."""
 
 
 class TransformersChat(ChatEngine):
@@ -388,112 +340,3 @@ def _streamer(tokenizer: "PreTrainedTokenizerBase", emit: Emit) -> "TextStreamer
             emit(text)
 
     return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
-class VllmChat(ChatEngine):
-    """Engine that uses vLLM in this process."""
-
-    def __init__(
-        self,
-        folder: Path,
-        adapter: AdapterFolder | None,
-        options: InferOptions,
-        vision: VisionProcessor | None = None,
-    ):
-        if importlib.util.find_spec("vllm") is None:
-            raise ImportError(
-                "--infer_backend vllm: vLLM is not installed. Install it (on NVIDIA GPUs: pip install "
-                "'megaswift[vllm]'), or remove the flag to use transformers."
-            )
-        lora_options = {}
-        if adapter:
-            _check_for_vllm(adapter, options)
-            lora_options = {"enable_lora": True, "max_lora_rank": lora_rank_bucket(adapter.config.get("r", 8))}
-        super().__init__(folder, options, vision)
-        import torch
-
-        from .rollout.vllm_images import image_arguments, vllm_prompt
-        from .rollout.vllm_kwargs import engine_kwargs, set_cpu_defaults
-
-        if not torch.cuda.is_available():
-            set_cpu_defaults()
-        from vllm import LLM  # pyright: ignore[reportMissingImports]
-        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
-
-        self.llm = LLM(
-            str(folder),
-            dtype=options.torch_dtype or "auto",
-            seed=options.seed,
-            tensor_parallel_size=options.vllm_tensor_parallel_size,
-            gpu_memory_utilization=options.vllm_gpu_memory_utilization,
-            max_model_len=options.vllm_max_model_len,
-            enforce_eager=options.vllm_enforce_eager,
-            use_tqdm_on_load=sys.stderr.isatty(),
-            **lora_options,
-            **image_arguments(folder, options),
-            **engine_kwargs(options.vllm_engine_kwargs),
-        )
-        self.adapter = LoRARequest("adapter", 1, str(adapter.folder.absolute())) if adapter else None
-        self.settings = self.llm.get_default_sampling_params()  # from the model's generation config
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-            if (value := getattr(options, name)) is not None:
-                setattr(self.settings, name, value)
-        self.settings.max_tokens = options.max_new_tokens
-        self._prompt, self._request_count = vllm_prompt, 0
-
-    def generate(self, prompts: list[EncodedPrompt], emit: Emit | None = None) -> list[str]:
-        if emit:
-            return [self._stream(prompts[0], emit)]
-        requests = [to_request(prompt, self.vision) for prompt in prompts]
-        show_progress = len(prompts) > 1 and sys.stderr.isatty()
-        outputs = self.llm.generate(
-            list(map(self._prompt, requests)), self.settings, use_tqdm=show_progress, lora_request=self.adapter
-        )
-        for request, output in zip(requests, outputs, strict=True):
-            request.check_length(len(output.prompt_token_ids))
-        return [output.outputs[0].text for output in outputs]
-
-    def _stream(self, prompt: EncodedPrompt, emit: Emit) -> str:
-        """Run vLLM's engine loop, token by token."""
-        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
-
-        settings = self.settings.clone()
-        settings.output_kind = RequestOutputKind.DELTA
-        self._request_count += 1
-        request = f"chat-{self._request_count}"
-        engine = self.llm.llm_engine
-        (rendered,) = engine.renderer.render_cmpl([self._prompt(to_request(prompt, self.vision))])
-        engine.add_request(request, rendered, settings, lora_request=self.adapter)
-        pieces = []
-        try:
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    pieces.append(output.outputs[0].text)
-                    emit(pieces[-1])
-        except KeyboardInterrupt:
-            engine.abort_request([request])
-            raise
-        return "".join(pieces)
-
-
-def _check_for_vllm(adapter: AdapterFolder, options: InferOptions) -> None:
-    """Raise ValueError for adapter features that vLLM does not support."""
-    from ..bridge.checkpoint.safetensors_io import SafetensorsFolder
-
-    config = adapter.config
-    problems = [feature for name, feature in UNSUPPORTED_BY_VLLM.items() if config.get(name)]
-    for name, feature in (("rank_pattern", "ranks"), ("alpha_pattern", "scales")):
-        # Patterns for fused experts are internal to PEFT: vLLM loads experts one by one.
-        modules = [module for module in config.get(name) or {} if not module.endswith("gate_up_proj")]
-        problems += [f"{feature} per module ({name})"] * bool(modules)
-    if any(".kv_b_proj." in name for name in SafetensorsFolder(adapter.folder).tensors):
-        problems.append("adapters of kv_b_proj, which it ignores silently")
-    problems += ["biases (bias)"] * (config.get("bias", "none") != "none")
-    problems += [f"a rank of {config['r']}"] * (config.get("r", 8) > RANKS[-1])
-    problems += ["merging in memory (--merge_lora true)"] * bool(options.merge_lora)
-    if problems:
-        raise ValueError(
-            f"--adapters {adapter.folder}: vLLM does not support {', '.join(problems)}. Export a merged folder (swift "
-            f"export --adapters {adapter.folder} --merge_lora true) and set it as --model, or remove --infer_backend "
-            "to use transformers."
-        )

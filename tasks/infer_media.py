@@ -81,7 +81,7 @@ def media_inputs(prompts: Sequence[EncodedPrompt], tokens: "Tensor", vision: Vis
 
     tokens: int64 [prompts, longest]. Raises ValueError, naming row and file, for a medium that cannot be decoded.
     """
-    media = [(placed, _decode(prompt, placed, vision)) for prompt in prompts for placed in prompt.media]
+    media = [(placed.plan, _decode(prompt, placed, vision)) for prompt in prompts for placed in prompt.media]
     return transformers_inputs(media, tokens, vision)
 
 
@@ -102,23 +102,43 @@ def _named_row(prompt: EncodedPrompt, medium: Medium) -> Iterator[None]:
 
 
 def to_request(prompt: EncodedPrompt, vision: VisionProcessor | None) -> "Request":
-    """Return a prompt with its images as engines take it. Raises ValueError as `media_inputs`."""
+    """Return a prompt with its images and videos as engines take them. Raises ValueError as `media_inputs`."""
     from .rollout.engine import Request
-    from .rollout.request_image import RequestImage
+    from .rollout.request_image import RequestImage, resized_image
+    from .rollout.request_video import training_video
 
-    images = []
+    images, videos = [], []
+    has_videos = any(placed.plan.kind == "video" for placed in prompt.media)
     for placed in prompt.media:
         assert placed.medium is not None
         assert vision is not None
-        with _named_row(prompt, placed.medium):
-            pixels = open_image(placed.medium.source, allow_private=vision.allow_private)
-        limits = vision.limits.of_row(placed.medium.limits)
-        images.append(RequestImage(lambda pixels=pixels: pixels, limits.min_pixels, limits.max_pixels))
-    return Request(collapse(prompt.ids, prompt.media), 0, images=images, prompt_length=len(prompt.ids))
+        with _named_row(prompt, placed.medium):  # decoded here, since engines would be given a grey image
+            if placed.plan.kind == "video":
+                videos.append(training_video(placed, vision))
+                _ = videos[-1].sampled
+            elif has_videos:
+                images.append(resized_image(placed, vision))
+                _ = images[-1].pixels
+            else:
+                pixels = open_image(placed.medium.source, allow_private=vision.allow_private)
+                limits = vision.limits.of_row(placed.medium.limits)
+                images.append(RequestImage(lambda pixels=pixels: pixels, limits.min_pixels, limits.max_pixels))
+    ids = collapse(prompt.ids, prompt.media, vision.video_token_id if vision else None)
+    return Request(ids, 0, images=images, prompt_length=len(prompt.ids), videos=videos)
 
 
-def has_videos(media: Iterable[Medium]) -> bool:
-    return any(medium.kind == "video" for medium in media)
+def count_videos(media: Iterable[Medium]) -> int:
+    return sum(medium.kind == "video" for medium in media)
+
+
+def check_videos(vision: VisionProcessor | None, most: int) -> None:
+    """Raise ValueError if vLLM does not take the videos of a model. most: videos of a prompt"""
+    from .rollout.vllm_images import takes_videos
+
+    if most and vision and not takes_videos(vision):
+        raise ValueError(
+            "--infer_backend vllm: takes videos of Qwen3-VL alone in this version. Set --infer_backend transformers."
+        )
 
 
 def read_query(text: str, vision: VisionProcessor, ask: Callable[[str], str]) -> tuple[str, list[Medium]]:

@@ -23,10 +23,11 @@ ORDER = {
     "templates": "plural machine cache json_types tokenizer options formats media chat_template dataset batching "
     "prepare",
     "tasks": "options system prepare losses distributed multi_turn turns rewards observability plan run report train "
-    "reference convert rollout supervised preference rl distillation infer_metrics infer_media infer_data infer",
+    "reference convert rollout supervised preference rl distillation infer_metrics infer_media infer_data "
+    "infer_engine infer_vllm infer",
     "cli": "flags commands foreign_flags accepted_flags unsupported_flags legacy_flags parse app saved_args checks "
-    "flags_doc doctor launch guard rollout_servers supervisor ray_launcher training_launch auto_plan torchrun dialects "
-    "dialects_doc dry_run main",
+    "flags_doc doctor launch guard rollout_servers supervisor ray_launcher training_launch auto_plan tune torchrun "
+    "dialects dialects_doc dry_run main",
 }
 COMMANDS = {"bridge.families.__main__"}  # run by `python -m`, imported by nothing
 FILES = [file for room in MAY_IMPORT for file in sorted((ROOT / room).rglob("*.py"))]

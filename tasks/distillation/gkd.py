@@ -30,7 +30,7 @@ from ..rollout.engine_group import EngineGroup
 from ..rollout.eos import eos_token_ids
 from ..rollout.factory import ModelRollout, check_videos, open_rollout
 from ..rollout.transformers_engine import TransformersEngine
-from ..run.context import Run, episode_plan, has_videos
+from ..run.context import Run, episode_plan
 from ..train.evaluation import evaluate_on
 from ..train.objective import Objective, StepRunner, forward_flops, grouping_of, means, no_flops
 from ..train.setup import train
@@ -46,14 +46,9 @@ def run(options: GkdOptions, sources: dict[str, str]) -> int:
 
 
 def check_answers(run: Run) -> None:
-    """Raise ValueError if the data has videos that a server or engine of the run does not see."""
+    """Raise ValueError if the data has videos that an engine of the run does not see."""
     options = run.options
     assert isinstance(options, GkdOptions)
-    if options.teacher.teacher_model_server and has_videos(run.data):
-        raise ValueError(
-            f"--teacher_model_server {options.teacher.teacher_model_server}: the data has videos, which a server does "
-            "not see in this version. Set --teacher_model"
-        )
     if options.lmbda > 0:
         check_videos(run, options.engine)
 

@@ -15,14 +15,14 @@ from ..options import GkdOptions
 from ..rollout.engine import Request
 from ..rollout.media_requests import with_media
 from ..rollout.scoring_client import ScoringClient
-from ..run.context import Run
+from ..run.context import Run, most_media
 
 
 class RemoteTeacher:
     """`TeacherOutputs` from a server. Every rank creates an instance; errors reach every rank.
 
     Raises ScoringServerLost if no server answers, ValueError if its vocabulary differs from the student's, or
-    if it does not take the images of the data.
+    if it does not take the images and videos of the data.
     """
 
     def __init__(self, run: Run, options: GkdOptions, vocab_size: int):
@@ -43,8 +43,9 @@ class RemoteTeacher:
         self.vision = run.vision
         self.reader = run_on_all_ranks(connect, gloo_group())
         broadcast_from_rank0(lambda: self.reader.check_vocabulary(run.tokenizer), gloo_group())
-        if most := run.most_images:
-            broadcast_from_rank0(lambda: self.reader.check_images(most), gloo_group())
+        if run.sees_media:
+            most_videos = most_media(run.data, "video")
+            broadcast_from_rank0(lambda: self.reader.check_media(run.most_images, most_videos), gloo_group())
         if self.top > vocab_size:
             raise ValueError(f"--gkd_logits_topk {self.top}: the vocabulary has {vocab_size} tokens. Set fewer")
 

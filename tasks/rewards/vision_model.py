@@ -104,7 +104,7 @@ class VisionModelReward:
         for row, (ids, _) in enumerate(documents):
             tokens[row, : len(ids)] = torch.from_numpy(ids)
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
-        media = [(placed, patches[id(placed.medium)]) for _, placed_media in documents for placed in placed_media]
+        media = [(placed.plan, patches[id(placed.medium)]) for _, placed_media in documents for placed in placed_media]
         inputs = {"input_ids": tokens, "attention_mask": mask, **transformers_inputs(media, tokens, self._vision)}
         inputs = {name: tensor.to(self._device) for name, tensor in inputs.items()}
         hidden = self._model(**inputs, use_cache=False).last_hidden_state

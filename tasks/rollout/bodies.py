@@ -6,6 +6,7 @@ An invalid body gets a response of status 400 to 499 that explains the problem. 
 import asyncio
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fastapi import Request as Http
 
@@ -13,12 +14,14 @@ from ...templates.json_types import Json, JsonObject
 from ..options.groups import TEMPERATURES
 from .engine import Request, Sampling
 from .fields import Fields, RequestError, invalid_request, json_type
-from .image_bodies import MAX_IMAGES, ImageReader, SentImage
+from .image_bodies import MAX_MEDIA, ImageReader, SentImage
+from .video_bodies import SentVideo, VideoReader
 
 MAX_JSON_BYTES = 256 * 2**20  # per body
 JSON_SECONDS = 60.0  # to receive a body
 MAX_REQUESTS = 65536  # per body
 PENALTIES = 1e-2, 1e2  # bounds
+MEDIA = "images", "videos"  # fields of media, in the order of SentMedia
 SEEDS = -(2**63), 2**64 - 1  # bounds that torch accepts
 
 
@@ -69,21 +72,41 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+class SentMedia(NamedTuple):
+    """Images and videos of a body, or of one of its requests."""
+
+    images: Sequence[SentImage] = ()
+    videos: Sequence[SentVideo] = ()
+
+    def length(self, tokens: Sequence[int]) -> int:
+        """Return the number of tokens of a prompt with those of its media."""
+        return len(tokens) + sum(medium.plan.length - 1 for medium in (*self.images, *self.videos))
+
+
+NO_MEDIA = SentMedia()
+
+
 class Limits:
     """Limits of the model: token ids below `vocab_size`, at most `positions` tokens. None if unknown.
 
-    images: reader of images; None: the model takes none
+    images, videos: readers of them; None: the model takes none
     """
 
-    def __init__(self, vocab_size: int | None, positions: int | None, images: ImageReader | None = None):
-        self.vocab_size, self.positions, self.images = vocab_size, positions, images
+    def __init__(
+        self,
+        vocab_size: int | None,
+        positions: int | None,
+        images: ImageReader | None = None,
+        videos: VideoReader | None = None,
+    ):
+        self.vocab_size, self.positions, self.images, self.videos = vocab_size, positions, images, videos
 
-    def tokens(self, fields: Fields, *, new_tokens: int, images: Sequence[SentImage] = ()) -> list[int]:
-        """Return the field `tokens`. It is not empty, and leaves space for `new_tokens` more, and for its images."""
+    def tokens(self, fields: Fields, *, new_tokens: int, media: SentMedia = NO_MEDIA) -> list[int]:
+        """Return the field `tokens`. It is not empty, and leaves space for `new_tokens` more, and for its media."""
         tokens = fields.integers("tokens", 0, None if self.vocab_size is None else self.vocab_size - 1)
         if not tokens:
             raise fields.invalid_request("tokens is empty")
-        length = prompt_length(tokens, images)
+        length = media.length(tokens)
         if self.positions is not None and length + new_tokens > self.positions:
             new_text = f" and {new_tokens} new one" if new_tokens else ""
             raise fields.invalid_request(
@@ -93,55 +116,68 @@ class Limits:
 
     def generation(self, body: JsonObject) -> tuple[list[Request], Sampling]:
         """Return requests and sampling settings of a /generate body. Completions end at the model's last position."""
-        fields = Fields(body, ("requests", "sampling", "version", "images"))
+        fields = Fields(body, ("requests", "sampling", "version", *MEDIA))
         sampling = self._sampling(fields.raw("sampling"))
-        all_images = self._images(fields) if "images" in body else []
+        body_media = self._media(fields)
         requests = []
         for number, item in enumerate(fields.items("requests", MAX_REQUESTS)):
-            names = "tokens", "seed", "max_new_tokens", "images", "prompt_length"
+            names = "tokens", "seed", "max_new_tokens", "prompt_length", *MEDIA
             item_fields = Fields(item, names, f"request {number}")
-            indices = item_fields.integers("images", 0, max(len(all_images) - 1, 0), [])
-            images = [all_images[index] for index in indices] if all_images else []
-            if len(images) != len(indices):
-                raise item_fields.invalid_request("images: the body has none")
-            tokens = self.tokens(item_fields, new_tokens=1, images=images)
-            self._check_places(item_fields, tokens, images)
+            media = SentMedia(
+                _chosen(item_fields, "images", body_media.images), _chosen(item_fields, "videos", body_media.videos)
+            )
+            tokens = self.tokens(item_fields, new_tokens=1, media=media)
+            self._check_places(item_fields, tokens, media)
             limit = item_fields.integer("max_new_tokens", 1, self.positions, None)
-            length = prompt_length(tokens, images)
             if self.positions is not None:
-                limit = min(limit or sampling.max_new_tokens, self.positions - length)
-            seed = item_fields.integer("seed", *SEEDS)
-            requests.append(Request(tokens, seed, limit, [image for image, _ in images], length))
+                limit = min(limit or sampling.max_new_tokens, self.positions - media.length(tokens))
+            requests.append(self._request(tokens, item_fields.integer("seed", *SEEDS), limit, media))
         return requests, sampling
 
     def document(self, fields: Fields) -> Request:
-        """Return the tokens of a body to be scored, with its images. Its other fields are not read."""
-        images = self._images(fields) if "images" in fields else []
-        tokens = self.tokens(fields, new_tokens=0, images=images)
-        self._check_places(fields, tokens, images, has_drawn=True)
-        return Request(tokens, 0, None, [image for image, _ in images], prompt_length(tokens, images))
+        """Return the tokens of a body to be scored, with its media. Its other fields are not read."""
+        media = self._media(fields)
+        tokens = self.tokens(fields, new_tokens=0, media=media)
+        self._check_places(fields, tokens, media, has_drawn=True)
+        return self._request(tokens, 0, None, media)
 
-    def _images(self, fields: Fields) -> list[SentImage]:
-        if self.images is None:
+    def _request(self, tokens: list[int], seed: int, limit: int | None, media: SentMedia) -> Request:
+        images = media.images
+        if media.videos and self.images:
+            images = [image.resized(self.images.vision) for image in images]
+        videos = [video for video, _ in media.videos]
+        return Request(tokens, seed, limit, [image for image, _ in images], media.length(tokens), videos)
+
+    def _media(self, fields: Fields) -> SentMedia:
+        if "images" in fields and self.images is None:
             raise invalid_request("images: this server's model takes none. Start one with a vision-language model")
-        return self.images.read(fields.items("images", MAX_IMAGES))
+        if "videos" in fields and (self.videos is None or self.videos.most == 0):
+            raise invalid_request(
+                "videos: this server takes none. Start it with a model that does, and with vLLM with "
+                """--vllm_limit_mm_per_prompt '{"video": 1}'"""
+            )
+        return SentMedia(
+            self.images.read(fields.items("images", MAX_MEDIA)) if self.images and "images" in fields else (),
+            self.videos.read(fields.items("videos", MAX_MEDIA)) if self.videos and "videos" in fields else (),
+        )
 
-    def _check_places(
-        self, fields: Fields, tokens: list[int], images: Sequence[SentImage], *, has_drawn: bool = False
-    ) -> None:
-        """Raise RequestError if tokens have another number of placeholders than images, or another length.
+    def _check_places(self, fields: Fields, tokens: list[int], media: SentMedia, *, has_drawn: bool = False) -> None:
+        """Raise RequestError if tokens have another number of placeholders than media, or another length.
 
         has_drawn: more placeholders are allowed, which a model has drawn
         """
-        if images and self.images:
-            places = tokens.count(self.images.vision.image_token_id)
-            if places < len(images) or (places > len(images) and not has_drawn):
-                raise fields.invalid_request(f"it has {len(images)} images, and tokens has {places} places for them")
+        for name, sent in zip(MEDIA, media, strict=True):
+            if not sent or not self.images:
+                continue
+            vision = self.images.vision
+            places = tokens.count(vision.image_token_id if name == "images" else vision.video_token_id or -1)
+            if places < len(sent) or (places > len(sent) and not has_drawn):
+                raise fields.invalid_request(f"it has {len(sent)} {name}, and tokens has {places} places for them")
         expected = fields.integer("prompt_length", 1, None, None)
-        if expected not in (None, length := prompt_length(tokens, images)):
+        if expected not in (None, length := media.length(tokens)):
             raise fields.invalid_request(
-                f"it has {length} tokens with those of its images here, and {expected} in training. Start the server "
-                "with the same --model"
+                f"it has {length} tokens with those of its images and videos here, and {expected} in training. Start "
+                "the server with the same --model"
             )
 
     def _sampling(self, item: Json) -> Sampling:
@@ -165,6 +201,9 @@ class Limits:
         return min(default.max_new_tokens, self.positions or default.max_new_tokens)
 
 
-def prompt_length(tokens: Sequence[int], images: Sequence[SentImage]) -> int:
-    """Return the number of a prompt's tokens with those of its images."""
-    return len(tokens) + sum(image.tokens - 1 for image in images)
+def _chosen[T](fields: Fields, name: str, media: Sequence[T]) -> list[T]:
+    """Return the media of the body that a request names by their numbers."""
+    indices = fields.integers(name, 0, max(len(media) - 1, 0), [])
+    if indices and not media:
+        raise fields.invalid_request(f"{name}: the body has none")
+    return [media[index] for index in indices]

@@ -22,8 +22,8 @@ from ..run.interrupt import before_exit, forget
 from .completion_json import from_json
 from .engine import Completion, Request, Sampling
 from .health import gather_all, notify
-from .image_bodies import request_bodies
 from .process_group import gpu_name
+from .request_bodies import request_bodies
 from .server_connection import ClientSettings, DeviceBuffer, ServerConnection, ServerLost, Transport, WeightsLost
 from .weight_buckets import BucketWriter, SharedMemory
 

@@ -61,3 +61,14 @@ def images_mismatch(images: int, most_images: int | None) -> str | None:
         f"it takes {most_images} images in a prompt, and the run's data has {images}. Start it with another "
         "--vllm_limit_mm_per_prompt"
     )
+
+
+def videos_mismatch(videos: int, most_videos: int | None) -> str | None:
+    """Return why a server cannot take prompts of `videos` videos, or None. most_videos: of the server; None: any"""
+    if most_videos is None or videos <= most_videos:
+        return None
+    return (
+        f"it takes {most_videos or 'no'} videos in a prompt, and the run's data has {videos}. Start it with "
+        f"""--vllm_limit_mm_per_prompt '{{"video": {videos}}}' (vLLM takes those of Qwen3-VL alone), or with """
+        "--infer_backend transformers"
+    )

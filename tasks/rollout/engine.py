@@ -39,15 +39,15 @@ class Request:
     max_new_tokens: int | None = None  # limit below Sampling.max_new_tokens
     images: Sequence[RequestImage] = ()  # in the order of their placeholders
     prompt_length: int | None = None  # tokens of the prompt in training, with those of its images; None: unknown
-    videos: Sequence[RequestVideo] = ()  # in the order of their placeholders; only engines in the process take them
+    videos: Sequence[RequestVideo] = ()  # in the order of their placeholders
 
     def check_length(self, length: int) -> None:
         """Raise RuntimeError if the engine's prompt has another length than training's. length: in tokens"""
         if self.prompt_length not in (None, length):
             raise RuntimeError(
-                f"the engine's prompt has {length} tokens with those of its {len(self.images)} images, and training's "
-                f"has {self.prompt_length}: log-probabilities would be of other tokens. Set the same --model, and the "
-                "same limits of images, for the engine and the run"
+                f"the engine's prompt has {length} tokens with those of its {len(self.images)} images and "
+                f"{len(self.videos)} videos, and training's has {self.prompt_length}: log-probabilities would be of "
+                "other tokens. Set the same --model, and the same limits of images, for the engine and the run"
             )
 
 

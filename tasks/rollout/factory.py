@@ -28,6 +28,7 @@ from .lora_support import unsupported_by_vllm
 from .memory_budget import plan_engine_memory
 from .server_connection import ClientSettings, WeightsLost
 from .transformers_engine import TransformersEngine
+from .vllm_images import takes_videos
 from .weight_sync import BaseWeightsCheck, SyncStats, scaled, sync
 
 
@@ -48,6 +49,7 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
             adapter_rank=rank,
             vocab_size=get_vocab_size(run.hf_config),
             images=run.most_images,
+            videos=most_media(run.data, "video"),
             turns=tuple(turn_flags(run.options)),
             address_flags=address_flags(options),
         )
@@ -149,14 +151,7 @@ def engine_kind(options: EngineOptions) -> str:
 def check_videos(run: Run, options: EngineOptions) -> None:
     """Raise ValueError if the data has videos, and the engine takes none in this version."""
     kind = engine_kind(options)
-    if not has_videos(run.data) or kind == "transformers":
-        return
-    if kind == "server":
-        raise ValueError(
-            "--vllm_mode server: the data has videos, and a server takes images alone in this version. Generate in "
-            "the training processes, or remove the videos"
-        )
-    if run.vision and not run.vision.family.has_timestamps:
+    if kind == "vllm" and has_videos(run.data) and run.vision and not takes_videos(run.vision):
         raise ValueError(
             "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL alone in this version. Set "
             "--use_vllm false, which generates with transformers, or remove the videos"

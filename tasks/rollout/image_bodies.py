@@ -1,127 +1,58 @@
-"""Images in the bodies of /generate and /top_log_probs: encoded by a run, and read by the server.
+"""Images in the bodies of /generate and /top_log_probs, as the server reads them.
 
-A body has `images`, a list of {data, min_pixels, max_pixels}, and each request the indices of its own: completions of a
-prompt share one. A body to be scored is of one document, which has all of them. `data` is a file in base64; in its
-place other clients may give a `url`, or a `path` on the server.
+Runs send `data`, a file in base64 (request_bodies.py). In its place other clients may give a `url`, or a `path` on the
+server.
 """
 
 import base64
 import binascii
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ...templates.formats.medium import Medium
 from ...templates.formats.schemas import UnusableRow
-from ...templates.json_types import Json, JsonObject
+from ...templates.json_types import Json
 from ...templates.media.images import image_size, open_image
-from ...templates.media.processor import VisionProcessor
-from .engine import Request
+from ...templates.media.processor import MediaPlan, VisionProcessor
 from .fields import Fields, invalid_request
-from .request_image import RequestImage
+from .request_bodies import CHANNELS
+from .request_image import LARGEST, RequestImage
 
-IMAGE_BYTES = 128 * 2**20  # decoded, of a body, unless one request has more
-MAX_IMAGES = 65536  # per body
-MAX_IMAGE_BYTES = 2 * 2**30  # decoded, per body
-CHANNELS = 3
+MAX_MEDIA = 65536  # per body
+MAX_MEDIA_BYTES = 2 * 2**30  # decoded, per body
 MAX_ADDRESS = 4096  # characters of a path or URL
-LARGEST = 2**31  # pixels that a limit may allow; fewer fit into the model's positions
-
-
-def request_bodies(requests: Iterable[Request]) -> list[JsonObject]:
-    """Divide requests, in order, into bodies {requests, images} of at most IMAGE_BYTES of images each."""
-    encoded: dict[RequestImage, JsonObject] = {}
-    bodies: list[JsonObject] = []
-    numbers: dict[RequestImage, int] = {}  # places of the images in the last body
-    size = 0
-    for request in requests:
-        for image in request.images:
-            encoded.setdefault(image, _encode(image))
-        added = sum(_decoded_bytes(image) for image in dict.fromkeys(request.images) if image not in numbers)
-        if not bodies or (added and size and size + added > IMAGE_BYTES):
-            bodies.append({"requests": []})
-            numbers, size = {}, 0
-            added = sum(map(_decoded_bytes, dict.fromkeys(request.images)))
-        size += added
-        item = {"tokens": request.tokens, "seed": request.seed, "max_new_tokens": request.max_new_tokens}
-        if request.images:  # servers of earlier versions do not know these fields
-            item["images"] = [numbers.setdefault(image, len(numbers)) for image in request.images]
-            item["prompt_length"] = request.prompt_length
-            bodies[-1]["images"] = [encoded[image] for image in numbers]
-        bodies[-1]["requests"].append(item)
-    return bodies
-
-
-def scoring_body(document: Request) -> JsonObject:
-    """Return the part of a body of /top_log_probs that has the document."""
-    body: JsonObject = {"tokens": document.tokens}
-    if document.images:  # servers of earlier versions do not know these fields
-        body |= {"images": list(map(_encode, document.images)), "prompt_length": document.prompt_length}
-    return body
-
-
-def _decoded_bytes(image: RequestImage) -> int:
-    return image.pixels.width * image.pixels.height * CHANNELS
-
-
-def _encode(image: RequestImage) -> JsonObject:
-    """Return an image without loss."""
-    file = io.BytesIO()
-    image.pixels.save(file, "PNG", compress_level=1)
-    data = base64.b64encode(file.getvalue()).decode()
-    return {"data": data, "min_pixels": image.min_pixels, "max_pixels": image.max_pixels}
+SOURCES = "data", "url", "path"
 
 
 class SentImage(NamedTuple):
-    """Image of a body, and the number of its tokens."""
+    """Image of a body, and its size for the model."""
 
     image: RequestImage
-    tokens: int
+    plan: MediaPlan
+
+    def resized(self, vision: VisionProcessor) -> "SentImage":
+        """Return the image in its size for the model: beside videos engines have no other limit."""
+        from PIL import Image
+
+        picture: Any = self.image.pixels
+        (pixels,) = vision.resized_image(Medium("image", picture), self.plan.grid)
+        resized = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+        return self._replace(image=RequestImage(lambda: resized, 1, LARGEST))
 
 
-class ImageReader:
-    """Reader of the images of bodies, for a model that takes images. Its methods raise RequestError.
+class MediaSources:
+    """Files of images and videos that bodies have or name. Its methods raise RequestError.
 
     allowed_folder: folder whose files clients may name; None: none
     """
 
-    def __init__(self, vision: VisionProcessor, allowed_folder: Path | None):
-        self.vision, self._folder = vision, allowed_folder and allowed_folder.resolve()
+    def __init__(self, allowed_folder: Path | None):
+        self._folder = allowed_folder and allowed_folder.resolve()
 
-    def read(self, items: Sequence[Json]) -> list[SentImage]:
-        """Return decoded images."""
-        images: list[SentImage] = []
-        size = 0
-        for number, item in enumerate(items):
-            images.append(self._read(item, f"image {number}"))
-            size += _decoded_bytes(images[-1].image)
-            if size > MAX_IMAGE_BYTES:
-                raise invalid_request(
-                    f"the images have more than {MAX_IMAGE_BYTES:,} bytes together, decoded: send them in several "
-                    "requests",
-                    413,
-                )
-        return images
-
-    def _read(self, item: Json, part: str) -> SentImage:
-        fields = Fields(item, ("data", "url", "path", "min_pixels", "max_pixels"), part)
-        defaults = self.vision.limits
-        least = fields.integer("min_pixels", 1, LARGEST, defaults.min_pixels)
-        most = fields.integer("max_pixels", 1, LARGEST, defaults.max_pixels)
-        if least > most:
-            raise fields.invalid_request(f"min_pixels {least} is above max_pixels {most}")
-        source = self._source(fields, part)
-        limits = defaults.of_row({"min_pixels": least, "max_pixels": most})
-        try:
-            height, width = self.vision.resized(*image_size(source), limits)
-            grid = 1, height // self.vision.patch_size, width // self.vision.patch_size
-            pixels = open_image(source)
-        except UnusableRow as error:
-            raise invalid_request(f"{part}: {error}") from None
-        return SentImage(RequestImage(lambda: pixels, least, most), self.vision.tokens(grid))
-
-    def _source(self, fields: Fields, part: str) -> bytes | str | Path:
-        names = [name for name in ("data", "url", "path") if fields.raw(name, None) is not None]
+    def read(self, fields: Fields) -> bytes | str | Path:
+        """Return the data, the URL or the path of a medium, which has one of these fields."""
+        names = [name for name in SOURCES if fields.raw(name, None) is not None]
         if len(names) != 1:
             raise fields.invalid_request("it needs one of data (base64), url and path")
         (name,) = names
@@ -129,10 +60,7 @@ class ImageReader:
         if not isinstance(value, str) or not value or (name != "data" and len(value) > MAX_ADDRESS):
             raise fields.invalid_request(f"{name} is no text, or too long a one")
         if name == "data":
-            try:
-                return base64.b64decode(value, validate=True)
-            except (binascii.Error, ValueError):
-                raise fields.invalid_request("data is no base64") from None
+            return decoded(value, fields, "data")
         if name == "url":
             if not value.lower().startswith(("http://", "https://")):
                 raise fields.invalid_request("url begins with neither http:// nor https://")
@@ -151,3 +79,61 @@ class ImageReader:
         if not file.is_relative_to(self._folder):
             raise fields.invalid_request("path: it is outside of the server's --allowed_local_media_path")
         return file
+
+
+def decoded(value: Any, fields: Fields, name: str) -> bytes:
+    """Return the bytes of base64. name: of its field"""
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError, TypeError):
+        raise fields.invalid_request(f"{name} is no base64") from None
+
+
+class ImageReader:
+    """Reader of the images of bodies, for a model that takes images. Its methods raise RequestError."""
+
+    def __init__(self, vision: VisionProcessor, allowed_folder: Path | None):
+        self.vision, self._sources = vision, MediaSources(allowed_folder)
+
+    def read(self, items: Sequence[Json]) -> list[SentImage]:
+        """Return decoded images."""
+        images: list[SentImage] = []
+        size = 0
+        for number, item in enumerate(items):
+            images.append(self._read(item, f"image {number}"))
+            pixels = images[-1].image.pixels
+            size += pixels.width * pixels.height * CHANNELS
+            check_bytes(size, "images")
+        return images
+
+    def _read(self, item: Json, part: str) -> SentImage:
+        fields = Fields(item, (*SOURCES, "min_pixels", "max_pixels"), part)
+        limits = row_limits(fields, self.vision)
+        source = self._sources.read(fields)
+        resized = self.vision.limits.of_row(limits)
+        try:
+            height, width = self.vision.resized(*image_size(source), resized)
+            grid = 1, height // self.vision.patch_size, width // self.vision.patch_size
+            pixels = open_image(source)
+        except UnusableRow as error:
+            raise invalid_request(f"{part}: {error}") from None
+        image = RequestImage(lambda: pixels, resized.min_pixels, resized.max_pixels)
+        return SentImage(image, MediaPlan("image", grid, self.vision.tokens(grid)))
+
+
+def row_limits(fields: Fields, vision: VisionProcessor) -> dict[str, Any]:
+    """Return the limits of an image or video that a body sets, as a row does."""
+    names = [name for name in ("min_pixels", "max_pixels") if name in fields]
+    limits = {name: fields.integer(name, 1, LARGEST) for name in names}
+    bounds = [limits.get(name, getattr(vision.limits, name)) for name in ("min_pixels", "max_pixels")]
+    if bounds[0] > bounds[1]:
+        raise fields.invalid_request(f"min_pixels {bounds[0]} is above max_pixels {bounds[1]}")
+    return limits
+
+
+def check_bytes(size: int, name: str) -> None:
+    """Raise RequestError for more than MAX_MEDIA_BYTES of decoded media."""
+    if size > MAX_MEDIA_BYTES:
+        raise invalid_request(
+            f"the {name} have more than {MAX_MEDIA_BYTES:,} bytes together, decoded: send them in several requests", 413
+        )

@@ -8,7 +8,7 @@ from ...templates.formats.medium import MediaKind
 from ...templates.media.processor import VisionProcessor
 from .engine import Request
 from .request_image import resized_image, training_image
-from .request_video import RequestVideo
+from .request_video import training_video
 
 
 def with_media(
@@ -23,7 +23,9 @@ def with_media(
         for placed in media
         for image in _of_kind(placed, "image")
     }
-    videos = {id(video.medium): RequestVideo(video, vision) for placed in media for video in _of_kind(placed, "video")}
+    videos = {
+        id(video.medium): training_video(video, vision) for placed in media for video in _of_kind(placed, "video")
+    }
     return [
         replace(
             request,

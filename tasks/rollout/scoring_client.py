@@ -16,12 +16,12 @@ import numpy as np
 
 from ...templates.json_types import JsonObject
 from ..run.vocabulary import compare_vocabularies, vocabulary_error
-from .compatibility import images_mismatch
+from .compatibility import images_mismatch, videos_mismatch
 from .completion_json import from_json
 from .engine import Completion, Request, Sampling, TopLogProbs
 from .health import ANSWER_TIMEOUT, gather_all, notify, reconnect_hint, supervise, unreachable_reason
-from .image_bodies import request_bodies, scoring_body
 from .keys import client_key
+from .request_bodies import request_bodies, scoring_body
 from .scoring_routes import decode_top
 
 if TYPE_CHECKING:
@@ -77,15 +77,16 @@ class ScoringClient:
             part = slice(i, i + 1)
             raise vocabulary_error(source, str(tokenizer.decode(local_ids[part])), served_ids[part], local_ids[part])
 
-    def check_images(self, images: int) -> None:
-        """Raise ValueError where the server takes fewer images in a document."""
+    def check_media(self, images: int, videos: int = 0) -> None:
+        """Raise ValueError where the server takes fewer images or videos in a document."""
         if self._model is not None:
             raise ValueError(
-                f"{FLAG} {self.url}: the data has images, and vLLM's own server takes none in a tokenized prompt. "
-                "Start `swift rollout` with the teacher"
+                f"{FLAG} {self.url}: the run has images or videos, and vLLM's own server takes none in a tokenized "
+                "prompt. Start `swift rollout` with the teacher"
             )
-        most_images = asyncio.run(self._health()).get("images")
-        if mismatch := images_mismatch(images, most_images):
+        health = asyncio.run(self._health())
+        mismatch = images_mismatch(images, health.get("images")) or videos_mismatch(videos, health.get("videos"))
+        if mismatch:
             raise ValueError(f"{FLAG} {self.url}: {mismatch}")
 
     async def _health(self) -> JsonObject:

@@ -1,8 +1,8 @@
 """Routes of the rollout server that score tokens for distillation. They need no claim and change no state.
 
 POST /vocabulary     {} -> the tokenizer's vocabulary: token ids by token
-POST /top_log_probs  {tokens, places (positions), top, vocab_size, images, prompt_length} -> `encode_top` of
-                     `ScoringEngine.top_log_probs`
+POST /top_log_probs  {tokens, places (positions), top, vocab_size, images, videos, prompt_length} ->
+                     `encode_top` of `ScoringEngine.top_log_probs`
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 
 from .backend import Backend
-from .bodies import Limits, json_body
+from .bodies import MEDIA, Limits, json_body
 from .engine import TopLogProbs
 from .fields import Fields
 
@@ -34,9 +34,8 @@ async def vocabulary(server: ScoringServer, http: Http) -> Response:
 
 
 async def top_log_probs(server: ScoringServer, http: Http) -> Response:
-    names = "tokens", "places", "top", "vocab_size", "images", "prompt_length"
-    fields = Fields(await json_body(http), names)
-    if "images" in fields:  # decoded in a thread, so that the server stays responsive
+    fields = Fields(await json_body(http), ("tokens", "places", "top", "vocab_size", "prompt_length", *MEDIA))
+    if any(name in fields for name in MEDIA):  # decoded in a thread, so that the server stays responsive
         document = await asyncio.to_thread(server.limits.document, fields)
     else:
         document = server.limits.document(fields)

@@ -19,6 +19,7 @@ from .keys import server_key
 
 if TYPE_CHECKING:
     from .image_bodies import ImageReader
+    from .video_bodies import VideoReader
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VLLM_FLAGS = (
@@ -56,6 +57,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
 
         with loading(folder, has_progress_bar=True):
             backend = InProcessBackend(TransformersEngine(folder, dtype=dtype), kind)
+    images, videos = _media_readers(folder, kind, options)
     server = Server(
         backend,
         options.model,
@@ -64,7 +66,8 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         positions=options.vllm_max_model_len or get_max_positions(hf_config),
         hosts=hosts_of(options.host),
         turns=turn_flags(options),
-        images=_image_reader(folder, options),
+        images=images,
+        videos=videos,
         most_images=options.vllm_limit_mm_per_prompt.get("image"),
     )
     _enable_log(options.log_level)
@@ -83,20 +86,39 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     uvicorn.Server(config).run(sockets=[sock])
 
 
-def _image_reader(folder: Path, options: RolloutOptions) -> "ImageReader | None":
-    """Return the reader of images in requests; None for a model that takes none. Raises ValueError."""
+def _media_readers(
+    folder: Path, kind: str, options: RolloutOptions
+) -> "tuple[ImageReader, VideoReader | None] | tuple[None, None]":
+    """Return the readers of images and videos in requests; None for what the model does not take. Raises ValueError."""
     from ...bridge.checkpoint.pretrained import load_tokenizer
     from ...templates.media.processor import VisionProcessor
     from ...templates.options import MediaOptions
     from .image_bodies import ImageReader
+    from .video_bodies import VideoReader
+    from .vllm_images import takes_videos
 
-    allowed = options.allowed_local_media_path
+    allowed, limits = options.allowed_local_media_path, options.vllm_limit_mm_per_prompt
     vision = VisionProcessor.open(folder, load_tokenizer(folder), MediaOptions())
     if allowed and vision is None:
         raise ValueError(f"--allowed_local_media_path {allowed}: the model takes no images. Remove it.")
     if allowed and not Path(allowed).expanduser().is_dir():
         raise ValueError(f"--allowed_local_media_path {allowed}: no such folder. Set one that exists.")
-    return ImageReader(vision, Path(allowed).expanduser() if allowed else None) if vision else None
+    if vision is None:
+        return None, None
+    allowed_folder = Path(allowed).expanduser() if allowed else None
+    images = ImageReader(vision, allowed_folder)
+    if vision.video_token_id is None:
+        return images, None
+    if kind == "transformers":
+        return images, VideoReader(vision, allowed_folder)
+    # vLLM reserves memory for the longest video where it takes any.
+    most = limits.get("video", 0)
+    if most and not takes_videos(vision):
+        raise ValueError(
+            f"--vllm_limit_mm_per_prompt {limits}: vLLM takes videos of Qwen3-VL alone in this version. Set "
+            "--infer_backend transformers, or remove video."
+        )
+    return images, VideoReader(vision, allowed_folder, most)
 
 
 def choose_backend(options: RolloutOptions) -> str:

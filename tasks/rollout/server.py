@@ -33,10 +33,10 @@ from fastapi.responses import JSONResponse, Response
 
 from ...templates.json_types import JsonObject
 from .backend import Backend
-from .bodies import Limits, client_gone, json_body, printable
+from .bodies import MEDIA, Limits, client_gone, json_body, printable
 from .bucket_requests import bucket_length, probe_of, shared_bucket
 from .claim import Claim
-from .compatibility import adapter_mismatch, images_mismatch, turn_mismatch, vocab_mismatch
+from .compatibility import adapter_mismatch, images_mismatch, turn_mismatch, videos_mismatch, vocab_mismatch
 from .completion_json import as_json
 from .fields import Fields, RequestError, invalid_request
 from .image_bodies import ImageReader
@@ -44,6 +44,7 @@ from .metrics import CONTENT_TYPE, COUNTERS, as_text
 from .process_group import open_store
 from .route_errors import refuse, refuse_value, report_errors
 from .scoring_routes import SCORING_ROUTES
+from .video_bodies import VideoReader
 from .weight_buckets import Bucket, decode_table, is_local, receive_body
 
 SILENCE = 120.0  # seconds after which the claim of a silent run ends
@@ -65,6 +66,7 @@ class Server:
         hosts: Collection[str] | None = None,
         turns: Sequence[str] = (),
         images: ImageReader | None = None,
+        videos: VideoReader | None = None,
         most_images: int | None = None,
     ):
         """Make the server.
@@ -72,11 +74,11 @@ class Server:
         `positions`: longest text of the model, in tokens.
         `hosts`: names by which clients may call this server; None: any.
         `turns`: flags of multi-turn episodes that a run must have.
-        `images`: reader of images; None: the model takes none.
+        `images`, `videos`: readers of them; None: the model takes none.
         `most_images`: of a prompt; None: any number.
         """
         self.backend, self.model, self.vocab_size = backend, model, vocab_size
-        self.limits, self._most_images = Limits(vocab_size, positions, images), most_images
+        self.limits, self._most_images = Limits(vocab_size, positions, images, videos), most_images
         self._key, self._hosts, self._turns = api_key, hosts, turns
         self.owner = Claim(silence)
         self.version: str | None = None  # the run's name of the weights; None: those of the model's folder
@@ -154,15 +156,15 @@ class Server:
         self.owner.check(http.headers.get("x-run", ""))
 
     async def claim(self, http: Http) -> JsonObject:
-        """Claim or renew the claim: {run, who, adapters, vocab_size, turns, images, probe: {pid, fd, bytes,
-        secret} or null}.
+        """Claim or renew the claim: {run, who, adapters, vocab_size, turns, images, videos, probe: {pid, fd,
+        bytes, secret} or null}.
 
         `adapters`: rank of the adapters that the run will send; 0 or absent: full weights.
         `vocab_size`: of the run's model, if known; the server's must equal it.
-        `images`: most images of a prompt of the run; 0 or absent: none. `local` in the answer: the probe's
+        `images`, `videos`: most of a prompt of the run; 0 or absent: none. `local` in the answer: the probe's
             memory is readable here, so that buckets can go through shared memory.
         """
-        names = ("run", "who", "adapters", "vocab_size", "turns", "images", "probe")
+        names = ("run", "who", "adapters", "vocab_size", "turns", "images", "videos", "probe")
         fields = Fields(await json_body(http), names)
         run, who = fields.text("run"), printable(fields.text("who"))
         if not run.isascii() or not run.isprintable():
@@ -173,6 +175,8 @@ class Server:
         if mismatch := turn_mismatch(fields.texts("turns", []), self._turns):
             raise invalid_request(mismatch)
         if mismatch := images_mismatch(fields.integer("images", 0, default=0), self.most_images):
+            raise invalid_request(mismatch)
+        if mismatch := videos_mismatch(fields.integer("videos", 0, default=0), self.most_videos):
             raise invalid_request(mismatch)
         probe = probe_of(fields.raw("probe", None))
         await self._release_if_ended()
@@ -243,6 +247,7 @@ class Server:
             "backend": self.backend.name,
             "workers": self.backend.workers,
             "images": self.most_images,
+            "videos": self.most_videos,
             "version": self.version,
             "unfit": self._invalid_reason,
             "run": self.owner.who if self.owner.run is not None else None,
@@ -253,6 +258,11 @@ class Server:
     def most_images(self) -> int | None:
         """Most images of a prompt; None: any number."""
         return self._most_images if self.limits.images else 0
+
+    @property
+    def most_videos(self) -> int | None:
+        """Most videos of a prompt; None: any number."""
+        return self.limits.videos.most if self.limits.videos else 0
 
     def _not_ready(self) -> str | None:
         """Return why the server cannot generate, None if it can."""
@@ -271,10 +281,10 @@ class Server:
     # ---- completions
 
     async def generate(self, http: Http) -> Response:
-        """Generate: {requests: [...], sampling: {...}, images: [...], version: of the weights (absent: any)} ->
-        {completions, version}."""
+        """Generate: {requests: [...], sampling: {...}, images: [...], videos: [...], version: of the weights (absent:
+        any)} -> {completions, version}."""
         body = await json_body(http)
-        if "images" in body:  # decoded in a thread, so that the server stays responsive
+        if any(name in body for name in MEDIA):  # decoded in a thread, so that the server stays responsive
             requests, sampling = await asyncio.to_thread(self.limits.generation, body)
         else:
             requests, sampling = self.limits.generation(body)

@@ -40,6 +40,7 @@ class ClientSettings:
     adapter_rank: int = 0  # rank of the adapters that `update` sends; 0: full weights
     vocab_size: int | None = None  # of the run's model; a server with another one is rejected
     images: int = 0  # most images of a prompt of the run; a server that takes fewer is rejected
+    videos: int = 0  # likewise
     turns: tuple[str, ...] = ()  # the run's flags of multi-turn episodes; a server with others is rejected
     transport: Transport = "auto"  # of buckets; auto: the fastest that works
     bucket_bytes: int = BUCKET_BYTES
@@ -138,6 +139,7 @@ class ServerConnection:
                 "adapters": self._settings.adapter_rank,
                 "vocab_size": self._settings.vocab_size,
                 **({"images": self._settings.images} if self._settings.images else {}),
+                **({"videos": self._settings.videos} if self._settings.videos else {}),
                 **({"turns": list(self._settings.turns)} if self._settings.turns else {}),
                 "who": f"process {os.getpid()} on {socket.gethostname()}",
                 "probe": memory.handle._asdict() | {"secret": secret.hex()},

@@ -131,7 +131,7 @@ class TransformersEngine:
         if images:
             media["mm_token_type_ids"] = (tokens == self._image_inputs.token_id).int()
         if videos:
-            inputs = transformers_inputs([(video.placed, video.patches) for video in videos], tokens, videos[0].vision)
+            inputs = transformers_inputs([(video.plan, video.patches) for video in videos], tokens, videos[0].vision)
             inputs["mm_token_type_ids"] += media.get("mm_token_type_ids", 0)
             media |= inputs
         return {name: tensor.to(self.device) for name, tensor in media.items()}
@@ -198,7 +198,7 @@ class TransformersEngine:
 
 def _with_videos(prompt: list[int], videos: Sequence[RequestVideo], token_id: int) -> list[int]:
     """Return a prompt with all tokens of its videos. token_id: their placeholder"""
-    plans = iter([video.placed.plan for video in videos])
+    plans = iter([video.plan for video in videos])
     expanded: list[int] = []
     for token in prompt:
         plan = next(plans) if token == token_id else None

@@ -6,6 +6,7 @@ from typing import Any
 from ...bridge.checkpoint.hub import read_config
 from ...templates.json_types import JsonObject
 from ...templates.media.families import FAMILIES
+from ...templates.media.processor import VisionProcessor
 from ..options.groups import GenerationOptions
 from ..options.rollout import VllmOptions
 from .engine import Request
@@ -17,8 +18,8 @@ def image_arguments(
 ) -> JsonObject:
     """Return vLLM's arguments for the model in `folder` with images in prompts.
 
-    most_images, most_videos: of a prompt of the data; None: unknown. Raises ValueError if the options allow fewer
-    images, or are for images that the model does not take.
+    most_images, most_videos: of a prompt of the data; None: unknown. Raises ValueError if the options allow fewer, or
+    are for images that the model does not take.
     """
     limits, cache = options.vllm_limit_mm_per_prompt, options.vllm_mm_processor_cache_gb
     if read_config(folder).get("model_type") not in FAMILIES:
@@ -28,17 +29,23 @@ def image_arguments(
         return {}
     if most_images == most_videos == 0 and not limits:  # texts alone
         return {}
-    if most_images and limits.get("image", most_images) < most_images:
-        raise ValueError(
-            f"--vllm_limit_mm_per_prompt {limits}: the data has a prompt of {most_images} images. Set at least as "
-            "many, or remove it."
-        )
+    for kind, most in (("image", most_images), ("video", most_videos)):
+        if most and limits.get(kind, most) < most:
+            raise ValueError(
+                f"--vllm_limit_mm_per_prompt {limits}: the data has a prompt of {most} {kind}s. Set at least as many, "
+                "or remove it."
+            )
     arguments: JsonObject = {
         "limit_mm_per_prompt": ({"image": most_images} if most_images else {}) | {"video": most_videos} | limits
     }
     if cache is not None:
         arguments["mm_processor_cache_gb"] = cache
     return arguments
+
+
+def takes_videos(vision: VisionProcessor) -> bool:
+    """Return whether vLLM takes videos of a model as training does: those whose frames follow their times as text."""
+    return vision.family.has_timestamps
 
 
 def vllm_prompt(request: Request) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..formats.medium import MediaKind
-from ..media.processor import VisionProcessor
-from .placed_media import PlacedMedium
+from ..media.processor import MediaPlan, VisionProcessor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +18,7 @@ INPUTS: dict[MediaKind, tuple[str, str]] = {
 
 
 def transformers_inputs(
-    media: Iterable[tuple[PlacedMedium, np.ndarray]], tokens: "Tensor", vision: VisionProcessor
+    media: Iterable[tuple[MediaPlan, np.ndarray]], tokens: "Tensor", vision: VisionProcessor
 ) -> dict[str, "Tensor"]:
     """Return the inputs of a model for the images and videos of a batch; {} without any.
 
@@ -30,13 +29,13 @@ def transformers_inputs(
 
     media, inputs = list(media), dict[str, Any]()
     for kind, (values, grids) in INPUTS.items():
-        planned = [(placed, patches) for placed, patches in media if placed.plan.kind == kind]
+        planned = [(plan, patches) for plan, patches in media if plan.kind == kind]
         if not planned:
             continue
         inputs[values] = vision.normalize(torch.from_numpy(np.concatenate([patches for _, patches in planned])), kind)
-        inputs[grids] = torch.tensor([placed.plan.grid for placed, _ in planned])
+        inputs[grids] = torch.tensor([plan.grid for plan, _ in planned])
         if kind == "video" and (rate := vision.tokens_per_second) is not None:
-            inputs["second_per_grid_ts"] = torch.tensor([placed.plan.time_step / rate for placed, _ in planned])
+            inputs["second_per_grid_ts"] = torch.tensor([plan.time_step / rate for plan, _ in planned])
     if not inputs:
         return {}
     kinds = torch.zeros_like(tokens, dtype=torch.int32)

@@ -53,6 +53,14 @@ class MediaPlan(NamedTuple):
         return np.full(self.tokens, placeholder, np.int32) if self.expansion is None else self.expansion
 
 
+class SampledVideo(NamedTuple):
+    """Frames of a video that the model gets."""
+
+    frames: "torch.Tensor"  # uint8 [frames, 3, height, width], resized
+    indices: list[int]  # numbers of these frames
+    info: VideoInfo  # about the video they come from
+
+
 class VisionProcessor:
     """Processor of a checkpoint's images and videos.
 
@@ -158,6 +166,13 @@ class VisionProcessor:
         info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
         indices = self._sample(info, limits, self.temporal_patch_size)
         height, width = self._resized_frame(len(indices), info.height, info.width, limits)
+        return self.plan_frames(height, width, indices, info)
+
+    def plan_frames(self, height: int, width: int, indices: Sequence[int], info: VideoInfo) -> MediaPlan:
+        """Return the size of a video whose sampled frames have been resized to `height` and `width`.
+
+        indices: numbers of these frames
+        """
         time = -(-len(indices) // self.temporal_patch_size)
         grid = time, height // self.patch_size, width // self.patch_size
         if self.family.has_timestamps:
@@ -174,11 +189,15 @@ class VisionProcessor:
 
         values: channels x patch x patch of an image, channels x temporal patch x patch x patch of a video
         """
-        import torch
-
         if medium.kind == "image":
             return self._cut(self.resized_image(medium, grid), 1)
-        frames, _, _ = self.sampled_frames(medium, grid)
+        return self.video_patches(self.sampled_frames(medium, grid))
+
+    def video_patches(self, video: SampledVideo) -> np.ndarray:
+        """Return the patches of a video: uint8 [patches, values]."""
+        import torch
+
+        frames = video.frames
         if missing := -len(frames) % self.temporal_patch_size:
             frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
         return self._cut(frames, self.temporal_patch_size)
@@ -190,15 +209,13 @@ class VisionProcessor:
         image = open_image(medium.source, allow_private=self.allow_private)
         return self._resize(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None], grid)
 
-    def sampled_frames(self, medium: Medium, grid: Grid) -> tuple["torch.Tensor", list[int], VideoInfo]:
-        """Return the pixels of a planned video's sampled frames, their numbers, and the facts about the video.
-
-        uint8 [frames, 3, height, width]. Raises UnusableRow.
-        """
+    def sampled_frames(self, medium: Medium, grid: Grid) -> SampledVideo:
+        """Return a planned video's frames. Raises UnusableRow."""
         limits = self.limits.of_row(medium.limits)
         info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
         indices = self._sample(info, limits, self.temporal_patch_size)
-        return self._resize(read_frames(medium.source, indices, allow_private=self.allow_private), grid), indices, info
+        frames = self._resize(read_frames(medium.source, indices, allow_private=self.allow_private), grid)
+        return SampledVideo(frames, indices, info)
 
     def normalize(self, patches: "torch.Tensor", kind: MediaKind) -> "torch.Tensor":
         """Return decoded patches as transformers' models take them: fp32 [patches, values], images repeated in time."""

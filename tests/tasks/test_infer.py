@@ -7,7 +7,7 @@ import os
 import sys
 
 import pytest
-from megaswift.tasks import infer
+from megaswift.tasks import infer, infer_vllm
 from megaswift.tasks.options import InferOptions
 
 TEMPLATE = (
@@ -254,7 +254,7 @@ def test_errors_name_the_cure(model, tmp_path, monkeypatch):
         failing(result_path=str(data / "below-a-file" / "answers.jsonl"))
     with pytest.raises(ValueError, match=r"--result_path .*: File name too long\. Set another path"):
         failing(result_path=str(tmp_path / ("a" * 300)))
-    monkeypatch.setattr(infer.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(infer_vllm.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"vLLM is not installed.*megaswift\[vllm\]"):
         failing(infer_backend="vllm")
 
@@ -356,7 +356,7 @@ def test_adapters_that_cannot_be(model, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"--merge_lora true: the adapter changes the embedding"):
         failing(of_embedding, model=str(tied), merge_lora=True)
 
-    monkeypatch.setattr(infer.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(infer_vllm.importlib.util, "find_spec", lambda name: name)
     for changes, options, what in (
         ({"use_dora": True}, {}, r"DoRA \(use_dora\)"),
         ({"modules_to_save": ["lm_head"], "bias": "all"}, {}, r"\(modules_to_save\), biases \(bias\)"),
@@ -373,4 +373,4 @@ def test_adapters_that_cannot_be(model, tmp_path, monkeypatch):
         failing(lacking, infer_backend="vllm")
     one_by_one = {"rank_pattern": {r".*\.gate_up_proj": 8}, "alpha_pattern": {r".*\.gate_up_proj": 16}}
     adapter = infer.checked_adapter(InferOptions(adapters=[str(changed("experts", **one_by_one))]))
-    infer._check_for_vllm(adapter, InferOptions())  # our own experts are taken
+    infer_vllm.check_for_vllm(adapter, InferOptions())  # our own experts are taken

@@ -51,7 +51,6 @@ def place(tmp_path_factory) -> Place:
     tiny_vision.qwen3_vl(folder / "moe", moe=True)
     tiny_vision.qwen3_vl(folder / "teacher_moe", moe=True, seed=1)
     place.write("rows.jsonl", ROWS)
-    place.write("frames.jsonl", [{"messages": ROWS[0]["messages"], "videos": [["0.png", "0.png"]]}] * BATCH)
     return place
 
 
@@ -207,10 +206,6 @@ def test_packed_and_with_the_likeliest_tokens(place: Place) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (
-            "--lmbda 0.5 --use_vllm true --vllm_server_base_url http://127.0.0.1:9 --dataset frames.jsonl",
-            "--vllm_mode server: the data has videos",
-        ),
         ("--teacher_model text", "--teacher_model text"),
         ("--teacher_model qwen2_5", "--teacher_model qwen2_5: takes images in another form"),
     ],

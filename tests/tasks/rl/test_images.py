@@ -50,12 +50,6 @@ def test_videos_with_positions_in_seconds(images: Place) -> None:
     assert max(row[f"{DIFFERENCE}/max"] for row in run.steps) < 1e-4
 
 
-@pytest.mark.long
-def test_videos_are_refused_by_a_server(images: Place) -> None:
-    flags = f"{VIDEOS} --use_vllm true --vllm_mode server --vllm_server_base_url http://127.0.0.1:9"
-    assert "--vllm_mode server: the data has videos" in images.megatron(images.line(flags, "refused"), code=1)
-
-
 @pytest.mark.parametrize("trained", ["", ALL])
 def test_engine_has_the_weights_of_each_step(trained: str, images: Place) -> None:
     """A trained tower is sent before each generation, a frozen one once."""
@@ -100,10 +94,21 @@ def test_layouts_agree(layout: str, images: Place) -> None:
     assert_same_steps(images.run(f"{base} {LAYOUTS[layout]}", processes=2), images.run(base))
 
 
-def test_a_server_generates_as_the_process_does(images: Place) -> None:
-    """With the weights of each step, the tower among them."""
-    flags = f"{FLAGS} {ALL} --beta 0 --steps_per_generation 1 --lr 3e-3"
-    with teaching(images.folder / "vision", torch_dtype="float32") as (url, _):
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("vision", VIDEOS),
+        pytest.param("vision", FLAGS, marks=pytest.mark.long),
+        pytest.param("seconds", VIDEOS.replace("vision", "seconds"), marks=pytest.mark.long),
+    ],
+    ids=["videos", "images", "videos with positions in seconds"],
+)
+def test_a_server_generates_as_the_process_does(model: str, data: str, images: Place) -> None:
+    """With the weights of each step, the tower among them; some prompts have a video and an image."""
+    if model == "seconds":
+        tiny_vision.qwen2_5_vl(images.folder / model)
+    flags = f"{data} {ALL} --beta 0 --steps_per_generation 1 --lr 3e-3"
+    with teaching(images.folder / model, torch_dtype="float32") as (url, _):
         served = images.run(f"{flags} --use_vllm true --vllm_mode server --vllm_server_base_url {url}")
     assert_same_steps(served, images.run(flags))
 

@@ -11,10 +11,10 @@ import httpx
 import numpy as np
 import pytest
 from megaswift.bridge.checkpoint.pretrained import load_tokenizer
-from megaswift.tasks.rollout import image_bodies
+from megaswift.tasks.rollout import image_bodies, request_bodies
 from megaswift.tasks.rollout.bodies import Limits
 from megaswift.tasks.rollout.engine import Request
-from megaswift.tasks.rollout.image_bodies import ImageReader, request_bodies
+from megaswift.tasks.rollout.image_bodies import ImageReader
 from megaswift.tasks.rollout.request_image import RequestImage
 from megaswift.templates.media.processor import VisionProcessor
 from megaswift.templates.options import MediaOptions
@@ -89,9 +89,9 @@ def test_sent_pixels_arrive(vision: VisionProcessor) -> None:
         for seed, numbers in enumerate(used)
     ]
     for limit, sizes in ((2**26, [3]), (1, [1, 2, 1])):
-        image_bodies.IMAGE_BYTES, before = limit, image_bodies.IMAGE_BYTES
-        bodies = [json.loads(json.dumps(one)) for one in request_bodies(requests)]
-        image_bodies.IMAGE_BYTES = before
+        request_bodies.MEDIA_BYTES, before = limit, request_bodies.MEDIA_BYTES
+        bodies = [json.loads(json.dumps(one)) for one in request_bodies.request_bodies(requests)]
+        request_bodies.MEDIA_BYTES = before
         assert [len(one["images"]) for one in bodies if "images" in one] == sizes
         limits = Limits(None, None, ImageReader(vision, None))
         arrived = [request for one in bodies for request in limits.generation(one | {"sampling": {}})[0]]
@@ -131,7 +131,11 @@ def test_sent_pixels_arrive(vision: VisionProcessor) -> None:
         (body(GOOD, indices=[0, 0]), 422, "request 0: it has 2 images, and tokens has 1 places for them"),
         (body(GOOD, tokens=[1, 2]), 422, "request 0: it has 1 images, and tokens has 0 places"),
         (body(GOOD, tokens=[PLACE] * 11, indices=[0] * 11), 422, "66 tokens and 1 new one are too many"),
-        (body(GOOD, prompt_length=9), 422, "it has 8 tokens with those of its images here, and 9 in training"),
+        (
+            body(GOOD, prompt_length=9),
+            422,
+            "it has 8 tokens with those of its images and videos here, and 9 in training",
+        ),
     ],
 )
 def test_bad_images_have_a_reason(sent: dict, status: int, said: str, server: str) -> None:
@@ -145,7 +149,7 @@ def test_bad_images_have_a_reason(sent: dict, status: int, said: str, server: st
 
 
 def test_images_of_a_body_are_bounded(server: str, monkeypatch) -> None:
-    monkeypatch.setattr(image_bodies, "MAX_IMAGE_BYTES", 3 * SIDE * 3 * SIDE * 2)
+    monkeypatch.setattr(image_bodies, "MAX_MEDIA_BYTES", 3 * SIDE * 3 * SIDE * 2)
     assert httpx.post(f"{server}/generate", json=body(GOOD)).status_code == 200
     answer = httpx.post(f"{server}/generate", json=body(GOOD, GOOD))
     assert (answer.status_code, answer.json()["kind"]) == (413, "request")

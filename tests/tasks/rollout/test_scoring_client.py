@@ -170,7 +170,7 @@ def test_vllm_s_own_server() -> None:
         with pytest.raises(ValueError, match=r"'y' is token \[120\] there and \[121\] in the trained model"):
             reader.check_vocabulary(letters)
         with pytest.raises(ValueError, match=r"vLLM's own server takes none .* Start `swift rollout`"):
-            reader.check_images(1)
+            reader.check_media(1)
 
 
 def test_neither_kind_of_server() -> None:

@@ -11,16 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from megaswift.tasks.rollout.engine import Request
+from megaswift.tasks.rollout.keys import client_key
 from megaswift.tasks.rollout.request_image import RequestImage
 from megaswift.tasks.rollout.scoring_client import ScoringClient
 from megaswift.tasks.rollout.transformers_engine import TransformersEngine
 
 from tests import tiny_vision
 from tests.prepared import ON_CPU
+from tests.tasks.rollout.test_video_requests import FRAMES, body, frame
 from tests.tasks.rollout.test_vllm_server import PYTHON, running
 
 pytestmark = [
@@ -92,8 +95,10 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def test_answers_are_those_of_transformers(folder: Path) -> None:
+    """To images and to videos."""
+    (folder / "both.jsonl").write_text("".join((folder / f"{name}.jsonl").read_text() for name in ("rows", "videos")))
     words = (
-        "swift infer --model model --val_dataset rows.jsonl --temperature 0 --max_new_tokens 12 --torch_dtype float32"
+        "swift infer --model model --val_dataset both.jsonl --temperature 0 --max_new_tokens 12 --torch_dtype float32"
     )
     vllm = "--infer_backend vllm --vllm_max_model_len 256 --vllm_enforce_eager true --result_path vllm.jsonl"
     run(folder, PYTHON, *words.split(), *vllm.split())
@@ -139,11 +144,33 @@ def test_images_that_a_scheduler_sends(folder: Path) -> None:
 
 
 def test_videos(folder: Path) -> None:
-    """With images beside some: vLLM has one limit of sizes for both."""
+    """With images beside some: vLLM has one limit of sizes for both. A server survives bad ones."""
+    line = LINE.replace("rows.jsonl", "videos.jsonl")
     vllm = "--vllm_mode colocate --vllm_max_model_len 256 --output_dir videos"
-    run(folder, PYTHON, "megatron", *f"{LINE.replace('rows.jsonl', 'videos.jsonl')} {vllm}".split())
-    steps = [row for row in rows_of(folder / "videos" / "logging.jsonl") if "loss" in row]
-    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 2e-5
+    run(folder, PYTHON, "megatron", *f"{line} {vllm}".split())
+    with running(folder / "model", vllm_limit_mm_per_prompt={"image": 1, "video": 1}) as server:
+        ScoringClient(server.url, timeout=600.0)  # waits for it
+        headers = {"authorization": f"Bearer {client_key(None, server.url, is_rollout_server=True)}"}
+        client = httpx.Client(base_url=server.url, headers=headers, timeout=120)
+        for _ in range(2):
+            for sent, said in (
+                (body({"frames": [frame(50, 40)] * 2}), "both must be multiples of 32"),
+                (body({"frames": [frame()[:-60], frame()]}), "an image is damaged or truncated"),
+                (body(FRAMES, indices=[0, 0], tokens=[1, 6, 2, 6, 3]), "At most 1 video"),
+            ):
+                answer = client.post("/generate", json=sent)
+                assert answer.status_code == 422, answer.text
+                assert said in answer.json()["error"]
+            good = client.post("/generate", json=body(FRAMES))
+            assert len(good.json()["completions"][0]["tokens"]) == 2
+        served = f"--vllm_server_base_url {server.url} --vllm_server_timeout 600 --output_dir served-videos"
+        run(folder, PYTHON, "megatron", *f"{line} {served}".split())
+    ids = []
+    for name in ("videos", "served-videos"):
+        steps = [row for row in rows_of(folder / name / "logging.jsonl") if "loss" in row]
+        assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 2e-5
+        ids.append([row["completion_ids"] for row in rows_of(folder / name / "completions.jsonl")])
+    assert ids[0] == ids[1]
 
 
 def test_a_teacher_s_scores_are_those_of_transformers(folder: Path) -> None:
@@ -160,7 +187,7 @@ def test_a_teacher_s_scores_are_those_of_transformers(folder: Path) -> None:
     positions = [np.arange(each.prompt_length - 7, each.prompt_length - 1) for each in documents]
     with running(folder / "model", vllm_max_model_len=128) as server:
         reader = ScoringClient(server.url, timeout=600.0)
-        reader.check_images(3)
+        reader.check_media(3)
         scores = reader.top_log_probs(documents, positions, 9, tiny_vision.VOCABULARY + 2)
     for document, at, found in zip(documents, positions, scores, strict=True):
         expected = engine.top_log_probs(document, at.tolist(), 9, tiny_vision.VOCABULARY + 2)
