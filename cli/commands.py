@@ -68,6 +68,11 @@ COMMANDS = {
         "plan": Command(
             "Print the layouts that fit on some GPUs, with memory and speed.", "PlanOptions", "plan.command"
         ),
+        "tune": Command(
+            "Try the first layouts of the plan for a few steps, and write a config file of the fastest.",
+            "TuneOptions",
+            positional="command",
+        ),
         "report": Command(
             "Write a run, or a comparison of runs, as one HTML page.",
             "ReportOptions",

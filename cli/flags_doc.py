@@ -32,6 +32,7 @@ from ..tasks.options import (
     SeqClsOptions,
     SftOptions,
     SimpoOptions,
+    TuneOptions,
 )
 from .accepted_flags import ALWAYS_TRUE, COMPARED, NO_EFFECT
 from .flags import Flag, flags_of, show
@@ -105,6 +106,7 @@ def page() -> str:
                 *_export(),
                 *_prepare(),
                 *_plan(),
+                *_tune(),
                 *_report(),
                 *_different_defaults(),
                 *_legacy(),
@@ -190,6 +192,11 @@ def _prepare() -> Iterator[str]:
 def _plan() -> Iterator[str]:
     yield "## megatron plan\n"
     yield from markdown_table(HEADINGS, map(_row, flags_of(PlanOptions).values()))
+
+
+def _tune() -> Iterator[str]:
+    yield "## megatron tune\n\nIts own flags; the others are those of the run ([plan.md](plan.md#trials)).\n"
+    yield from markdown_table(HEADINGS, map(_row, flags_of(TuneOptions).values()))
 
 
 def _report() -> Iterator[str]:

@@ -101,6 +101,8 @@ def _main(program: str, argv: list[str]) -> int:
         selected = select(commands[name], words) if name else None
         words = [name, "--help"] if name else ["--help"]
         return build_app(program, name, selected)(words, prog_name=program, standalone_mode=False)
+    if name == "tune":
+        return _run_tune(argv)
     is_training = program == "megatron" and name not in ("plan", "report")
     start = _run_export if name == "export" else _run_training if is_training else _run_in_process
     argv = _expanded(program, argv)
@@ -113,6 +115,17 @@ def _main(program: str, argv: list[str]) -> int:
         config.set_processes()
         notes = [config.summary(), *config.translation.notes, *notes]
     return start(_selected(program, argv, config), options, sources, notes, [program, *argv])
+
+
+def _run_tune(argv: list[str]) -> int:
+    """Run `megatron tune`, whose words are its own and those of the run. argv: command and flags"""
+    from .tune import run, split_tune_words
+
+    own, words = split_tune_words(argv[1:])
+    tune, _, _ = read_options("megatron", ["tune", *own])
+    options, sources, notes = read_options("megatron", [tune.command, *words])
+    _print_notes(notes)
+    return run(tune, options, sources)
 
 
 def _read_foreign(argv: list[str]) -> "ForeignConfig | None":

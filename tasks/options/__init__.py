@@ -49,6 +49,7 @@ from .report import ReportOptions as ReportOptions  # the option class of `megat
 from .rewards import RewardOptions
 from .rollout import EngineOptions
 from .rollout import RolloutOptions as RolloutOptions  # the option class of `swift rollout`
+from .tune import TuneOptions as TuneOptions  # the option class of `megatron tune`
 
 # Flags that select the option class of a command. Each class has its own value as the default.
 RlhfType = Annotated[

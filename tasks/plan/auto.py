@@ -53,7 +53,7 @@ def auto_layout(
     if not result.best:
         result, origin = _search(plan, gpu, values), ""
     if not result.best:
-        raise ValueError(_misfit(plan, gpu, values, result))
+        raise ValueError(f"--plan auto: {_misfit(plan, gpu, values, result)}")
     flags = {name: value for name, value in result.best.layout.settings().items() if name not in requested}
     return AutoLayout(flags, _note(plan, result.best, origin))
 
@@ -73,6 +73,21 @@ def planned(options: SftOptions, requested: Collection[str], world: int, gpu: Gp
         return plan_run(options, world)
     except UnplannedRunError as error:
         raise ValueError(f"{flag}: not planned: {error}. {fix}") from None
+
+
+def layouts_to_try(
+    options: SftOptions, requested: Collection[str], world: int, gpu: Gpu, count: int, flag: str
+) -> tuple[RunPlan, list[Plan]]:
+    """Return the plan of a run's model and batch, and the first layouts that fit, within the flags that are set.
+
+    flag: as of `planned`. Raises ValueError for a run that is not planned or does not fit.
+    """
+    plan = planned(options, requested, world, gpu, flag, "Try layouts by hand")
+    values = {name: flag_value(options, name) for name in FLAGS.values() if name in requested}
+    result = _search(plan, gpu, values)
+    if not result.plans:
+        raise ValueError(f"{flag}: {_misfit(plan, gpu, values, result)}")
+    return plan, result.plans[:count]
 
 
 def saved_layout(checkpoint: Path) -> dict[str, Any]:
@@ -105,7 +120,7 @@ def _misfit(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any], result: Search) 
     where = f"{plural(plan.layout.gpus, 'GPU')} of {gpu.memory / GIB:.1f} GiB" + (f" with {fixed}" if fixed else "")
     if result.smallest is None:
         return (
-            f"--plan auto: no layout of {where} divides --global_batch_size {plan.work.global_batch}, the lengths, and "
+            f"no layout of {where} divides --global_batch_size {plan.work.global_batch}, the lengths, and "
             "the model's heads, layers and experts. Change one of them"
         )
     need = (result.smallest.memory.total + OUTSIDE) / GIB
@@ -113,4 +128,4 @@ def _misfit(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any], result: Search) 
     fix = "Remove flags of the layout" if fixed else "Set a shorter --max_length, or --tuner_type lora"
     if cluster:
         fix = f"It fits on {cluster} GPUs"
-    return f"--plan auto: no layout fits on {where}. The least memory is {need:.1f} GiB of each GPU. {fix}"
+    return f"no layout fits on {where}. The least memory is {need:.1f} GiB of each GPU. {fix}"

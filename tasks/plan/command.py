@@ -9,6 +9,7 @@ from ..system.memory import GIB
 from .memory import OUTSIDE, Memory, Workload
 from .search import Plan, Search, search, smallest_cluster
 from .speed import Machine
+from .table import aligned, choices
 from .workload import make_workload
 
 # Names as torch has them, and GiB that a process sees.
@@ -75,21 +76,12 @@ def _pins(options: PlanOptions) -> dict[str, object]:
 
 def table(work: Workload, plans: list[Plan]) -> str:
     """Return the plans as lines of columns; memory in GiB of the rank that needs most."""
-    rows = [HEADINGS, *(_cells(work, plan) for plan in plans)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
+    return aligned([HEADINGS, *(_cells(work, plan) for plan in plans)])
 
 
 def _cells(work: Workload, plan: Plan) -> tuple[str, ...]:
-    layout = plan.layout
     return (
-        str(layout),
-        str(layout.micro_batch),
-        "all layers" if layout.recomputes else "none",
-        "host" if layout.offloads else "GPU",
+        *choices(plan.layout),
         *(f"{part / GIB:.1f}" for part in plan.memory),
         f"{plan.memory.total / GIB:.1f}",
         f"{plan.seconds:.2f}",

@@ -18,6 +18,7 @@ from ..distributed.watchdog import Watchdog
 from ..observability.profiler import Profile
 from ..report.command import write_report
 from ..run.context import Run, streamed
+from ..run.trial import is_trial
 from .callbacks import (
     Callback,
     GarbageCollectionCallback,
@@ -87,7 +88,7 @@ class Trainer:
             GarbageCollectionCallback(run.options),
             self._plugins,
         ]
-        self._data_wait, self._epoch = 0.0, train.epoch
+        self._data_wait, self._epoch, self._is_trial = 0.0, train.epoch, is_trial()
         self._is_ended_by_plugin = False  # which is the end of the run, not an interruption
 
     def fit(self) -> str | None:
@@ -182,7 +183,7 @@ class Trainer:
             self._data_wait,
             skips_update,
             evaluates,
-            saves or self.stop_reason is not None,
+            (saves or self.stop_reason is not None) and not self._is_trial,
         )
         for callback in self._callbacks:
             callback.post_step(record)

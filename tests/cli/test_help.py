@@ -49,6 +49,7 @@ def test_help_lists_commands(capsys) -> None:
             "rlhf",
             "export",
             "plan",
+            "tune",
             "report",
             "run",
             "convert",

@@ -21,7 +21,7 @@ def names_read() -> set[str]:
     """
     files = [file for room in ("bridge", "templates", "tasks") for file in (ROOT / room).rglob("*.py")]
     files = [file for file in files if file.name not in ("options.py", "option_groups.py")]
-    files += [ROOT / "cli" / name for name in ("main.py", "rollout_servers.py", "training_launch.py")]
+    files += [ROOT / "cli" / name for name in ("main.py", "rollout_servers.py", "training_launch.py", "tune.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     for node in nodes:

@@ -1,0 +1,22 @@
+"""Tables of layouts."""
+
+from collections.abc import Sequence
+
+from .gpu_layout import GpuLayout
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as lines: the first column aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    )
+
+
+def choices(layout: GpuLayout) -> tuple[str, str, str, str]:
+    """Return the cells of a layout: parallel sizes, micro batch, recomputation, and where the optimizer is."""
+    recompute, optimizer = "all layers" if layout.recomputes else "none", "host" if layout.offloads else "GPU"
+    return str(layout), str(layout.micro_batch), recompute, optimizer
