@@ -123,9 +123,11 @@ def _run_tune(argv: list[str]) -> int:
 
     own, words = split_tune_words(argv[1:])
     tune, _, _ = read_options("megatron", ["tune", *own])
+    earlier = set(os.environ)
     options, sources, notes = read_options("megatron", [tune.command, *words])
     _print_notes(notes)
-    return run(tune, options, sources)
+    variables = {name: value for name, value in os.environ.items() if name not in earlier}  # of the config file
+    return run(tune, options, sources, variables)
 
 
 def _read_foreign(argv: list[str]) -> "ForeignConfig | None":

@@ -62,8 +62,11 @@ def split_tune_words(argv: list[str]) -> tuple[list[str], list[str]]:
     return own, [*(["--config", config] if config else []), *words]
 
 
-def run(tune: TuneOptions, options: SftOptions, sources: Mapping[str, str]) -> int:
-    """Run the trials of a run. Return 0 if one was measured. Raises UsageError."""
+def run(tune: TuneOptions, options: SftOptions, sources: Mapping[str, str], variables: Mapping[str, str]) -> int:
+    """Run the trials of a run. Return 0 if one was measured. Raises UsageError.
+
+    variables: that the run's config file has set
+    """
     from ..tasks.plan.auto import layouts_to_try
     from ..tasks.plan.trials import best_of, table
 
@@ -93,7 +96,9 @@ def run(tune: TuneOptions, options: SftOptions, sources: Mapping[str, str]) -> i
         print("No layout could be measured: the logs say why.")
         return 1
     path = folder / CONFIG
-    path.write_text(_config(tune.command, flags | best.plan.layout.settings(), world), encoding="utf-8")
+    made = f"# By {NAME}, {plural(world, 'process')}: megatron {tune.command} THIS_FILE\n"
+    environment = {"ENV": {**variables, "NPROC_PER_NODE": world}}
+    path.write_text(made + _config(environment | flags | best.plan.layout.settings()), encoding="utf-8")
     print(f"The fastest: megatron {tune.command} {path}")
     return 0
 
@@ -146,7 +151,7 @@ def _try(tune: TuneOptions, flags: Mapping[str, Any], secrets: Sequence[str], pl
             "add_version": False, "report_to": [], "plan": "off",
         }  # fmt: skip
         kept = {name: value for name, value in flags.items() if name not in LEFT_OUT}
-        file.write_text(_config(tune.command, kept | plan.layout.settings() | changes, None), encoding="utf-8")
+        file.write_text(_config(kept | plan.layout.settings() | changes), encoding="utf-8")
         command = [*MAIN, "megatron", tune.command, str(file)]
         environment = os.environ | {VARIABLE: "1", "TMPDIR": str(work), HIDDEN: json.dumps(list(secrets))}
         with log.open("wb") as stream:
@@ -205,12 +210,9 @@ def _outcome(trial: "Trial") -> str:
     return f"{trial.result}: {trial.reason}" if trial.reason else trial.result
 
 
-def _config(command: str, flags: Mapping[str, Any], processes: int | None) -> str:
-    """Return flags as a config file. processes: of the run; None: those of the environment"""
+def _config(flags: Mapping[str, Any]) -> str:
+    """Return flags as a config file."""
     import yaml
 
-    environment = f"ENV:\n  NPROC_PER_NODE: {processes}\n" if processes else ""
     values = {name: value for name, value in flags.items() if value is not None}
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    made = f"# By {NAME}, {plural(processes, 'process')}: megatron {command} THIS_FILE\n" if processes else ""
-    return made + environment + text
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

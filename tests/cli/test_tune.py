@@ -110,9 +110,11 @@ def test_trials_that_fail_are_rows_of_the_table(folder: Path, capsys) -> None:
     assert "hub_token" not in yaml.safe_load((folder / "tuned" / "best.yaml").read_text())
 
 
-def test_flags_of_the_layout_stay(folder: Path, capsys) -> None:
+def test_flags_of_the_layout_stay(folder: Path, capsys, monkeypatch) -> None:
     """They may be in a config file. Tokens are in no file."""
     config = {"model": "model", "dataset": ["rows.jsonl"], "packing": True, "max_length": 64, "micro_batch_size": 8}
+    monkeypatch.delenv("OF_THE_RUN", raising=False)
+    config["ENV"] = {"OF_THE_RUN": 7}
     (folder / "run.yaml").write_text(yaml.safe_dump(config | {"global_batch_size": 8, "torch_dtype": "bfloat16"}))
     words = "tune run.yaml --recompute_granularity full --trial_dir tuned --hub_token secret --train_iters 1000"
     assert main("megatron", words.split()) == 0
@@ -121,6 +123,7 @@ def test_flags_of_the_layout_stay(folder: Path, capsys) -> None:
     assert {(call["micro_batch_size"], call["recompute_granularity"]) for call in calls} == {(8, "full")}
     written = yaml.safe_load((folder / "tuned" / "best.yaml").read_text())
     assert written["train_iters"] == 1000
+    assert written["ENV"] == {"OF_THE_RUN": "7", "NPROC_PER_NODE": 1}
     for file in (folder / "tuned").iterdir():
         assert "secret" not in file.read_text()
 
