@@ -22,7 +22,6 @@ from .request_image import LARGEST, RequestImage
 MAX_MEDIA = 65536  # per body
 MAX_MEDIA_BYTES = 2 * 2**30  # decoded, per body
 MAX_ADDRESS = 4096  # characters of a path or URL
-SOURCES = "data", "url", "path"
 
 
 class SentImage(NamedTuple):
@@ -41,18 +40,45 @@ class SentImage(NamedTuple):
         return self._replace(image=RequestImage(lambda: resized, 1, LARGEST))
 
 
-class MediaSources:
-    """Files of images and videos that bodies have or name. Its methods raise RequestError.
+class ImageReader:
+    """Reader of the images of bodies, for a model that takes images. Its methods raise RequestError.
 
     allowed_folder: folder whose files clients may name; None: none
     """
 
-    def __init__(self, allowed_folder: Path | None):
-        self._folder = allowed_folder and allowed_folder.resolve()
+    def __init__(self, vision: VisionProcessor, allowed_folder: Path | None):
+        self.vision, self._folder = vision, allowed_folder and allowed_folder.resolve()
 
-    def read(self, fields: Fields) -> bytes | str | Path:
-        """Return the data, the URL or the path of a medium, which has one of these fields."""
-        names = [name for name in SOURCES if fields.raw(name, None) is not None]
+    def read(self, items: Sequence[Json]) -> list[SentImage]:
+        """Return decoded images."""
+        images: list[SentImage] = []
+        size = 0
+        for number, item in enumerate(items):
+            images.append(self._read(item, f"image {number}"))
+            pixels = images[-1].image.pixels
+            size += pixels.width * pixels.height * CHANNELS
+            check_bytes(size, "images")
+        return images
+
+    def _read(self, item: Json, part: str) -> SentImage:
+        fields = Fields(item, ("data", "url", "path", "min_pixels", "max_pixels"), part)
+        defaults = self.vision.limits
+        least = fields.integer("min_pixels", 1, LARGEST, defaults.min_pixels)
+        most = fields.integer("max_pixels", 1, LARGEST, defaults.max_pixels)
+        if least > most:
+            raise fields.invalid_request(f"min_pixels {least} is above max_pixels {most}")
+        source = self._source(fields, part)
+        limits = defaults.of_row({"min_pixels": least, "max_pixels": most})
+        try:
+            height, width = self.vision.resized(*image_size(source), limits)
+            grid = 1, height // self.vision.patch_size, width // self.vision.patch_size
+            pixels = open_image(source)
+        except UnusableRow as error:
+            raise invalid_request(f"{part}: {error}") from None
+        return SentImage(RequestImage(lambda: pixels, least, most), MediaPlan("image", grid, self.vision.tokens(grid)))
+
+    def _source(self, fields: Fields, part: str) -> bytes | str | Path:
+        names = [name for name in ("data", "url", "path") if fields.raw(name, None) is not None]
         if len(names) != 1:
             raise fields.invalid_request("it needs one of data (base64), url and path")
         (name,) = names
@@ -87,48 +113,6 @@ def decoded(value: Any, fields: Fields, name: str) -> bytes:
         return base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError, TypeError):
         raise fields.invalid_request(f"{name} is no base64") from None
-
-
-class ImageReader:
-    """Reader of the images of bodies, for a model that takes images. Its methods raise RequestError."""
-
-    def __init__(self, vision: VisionProcessor, allowed_folder: Path | None):
-        self.vision, self._sources = vision, MediaSources(allowed_folder)
-
-    def read(self, items: Sequence[Json]) -> list[SentImage]:
-        """Return decoded images."""
-        images: list[SentImage] = []
-        size = 0
-        for number, item in enumerate(items):
-            images.append(self._read(item, f"image {number}"))
-            pixels = images[-1].image.pixels
-            size += pixels.width * pixels.height * CHANNELS
-            check_bytes(size, "images")
-        return images
-
-    def _read(self, item: Json, part: str) -> SentImage:
-        fields = Fields(item, (*SOURCES, "min_pixels", "max_pixels"), part)
-        limits = row_limits(fields, self.vision)
-        source = self._sources.read(fields)
-        resized = self.vision.limits.of_row(limits)
-        try:
-            height, width = self.vision.resized(*image_size(source), resized)
-            grid = 1, height // self.vision.patch_size, width // self.vision.patch_size
-            pixels = open_image(source)
-        except UnusableRow as error:
-            raise invalid_request(f"{part}: {error}") from None
-        image = RequestImage(lambda: pixels, resized.min_pixels, resized.max_pixels)
-        return SentImage(image, MediaPlan("image", grid, self.vision.tokens(grid)))
-
-
-def row_limits(fields: Fields, vision: VisionProcessor) -> dict[str, Any]:
-    """Return the limits of an image or video that a body sets, as a row does."""
-    names = [name for name in ("min_pixels", "max_pixels") if name in fields]
-    limits = {name: fields.integer(name, 1, LARGEST) for name in names}
-    bounds = [limits.get(name, getattr(vision.limits, name)) for name in ("min_pixels", "max_pixels")]
-    if bounds[0] > bounds[1]:
-        raise fields.invalid_request(f"min_pixels {bounds[0]} is above max_pixels {bounds[1]}")
-    return limits
 
 
 def check_bytes(size: int, name: str) -> None:

@@ -74,7 +74,8 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     config = uvicorn.Config(
         server.app,
         **connection_settings(),
-        log_level=options.log_level,
+        # uvicorn's own lines of its start and end say less than those of this function.
+        log_level="warning" if options.log_level == "info" else options.log_level,
         access_log=options.log_level == "debug",
         timeout_keep_alive=75,  # longer than the clients' limit
         timeout_graceful_shutdown=5,
@@ -105,12 +106,11 @@ def _media_readers(
         raise ValueError(f"--allowed_local_media_path {allowed}: no such folder. Set one that exists.")
     if vision is None:
         return None, None
-    allowed_folder = Path(allowed).expanduser() if allowed else None
-    images = ImageReader(vision, allowed_folder)
+    images = ImageReader(vision, Path(allowed).expanduser() if allowed else None)
     if vision.video_token_id is None:
         return images, None
     if kind == "transformers":
-        return images, VideoReader(vision, allowed_folder)
+        return images, VideoReader(vision)
     # vLLM reserves memory for the longest video where it takes any.
     most = limits.get("video", 0)
     if most and not takes_videos(vision):
@@ -118,7 +118,7 @@ def _media_readers(
             f"--vllm_limit_mm_per_prompt {limits}: vLLM takes videos of Qwen3-VL alone in this version. Set "
             "--infer_backend transformers, or remove video."
         )
-    return images, VideoReader(vision, allowed_folder, most)
+    return images, VideoReader(vision, most)
 
 
 def choose_backend(options: RolloutOptions) -> str:

@@ -60,7 +60,7 @@ def teaching(folder: Path, *, takes_images: bool = True) -> Iterator[str]:
     if takes_images:
         vision = VisionProcessor.open(folder, load_tokenizer(folder), MediaOptions())
         assert vision is not None
-        settings |= {"images": ImageReader(vision, None), "videos": VideoReader(vision, None)}
+        settings |= {"images": ImageReader(vision, None), "videos": VideoReader(vision)}
     with listening(Server(InProcessBackend(engine, "transformers"), "other", **settings).app) as port:
         yield f"http://127.0.0.1:{port}"
 

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 from megaswift.bridge.checkpoint.pretrained import load_tokenizer
 from megaswift.tasks.rollout import image_bodies
 from megaswift.tasks.rollout.bodies import Limits
@@ -38,7 +37,6 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("films")
     for number in range(5):
         tiny_vision.picture(90, 70, number).save(folder / f"{number}.png")
-    (folder / "text.mp4").write_text("no film")
     return folder
 
 
@@ -70,9 +68,9 @@ def vision(tmp_path_factory) -> VisionProcessor:
 
 
 @pytest.fixture(scope="module")
-def server(vision: VisionProcessor, folder: Path):
+def server(vision: VisionProcessor):
     settings: dict[str, Any] = {"positions": POSITIONS, "vocab_size": VOCABULARY}
-    with serving(images=ImageReader(vision, folder), videos=VideoReader(vision, folder), **settings) as (url, _, _):
+    with serving(images=ImageReader(vision, None), videos=VideoReader(vision), **settings) as (url, _, _):
         yield url
 
 
@@ -95,7 +93,7 @@ def test_sent_frames_arrive(family: str, folder: Path, film: Path, tmp_path: Pat
     ]
     (body,) = [json.loads(json.dumps(one)) for one in request_bodies(requests)]
     assert [len(body[name]) for name in ("images", "videos")] == [1, 2]
-    limits = Limits(None, None, ImageReader(vision, None), VideoReader(vision, None))
+    limits = Limits(None, None, ImageReader(vision, None), VideoReader(vision))
     arrived, _ = limits.generation(body | {"sampling": {}})
     assert [(one.tokens, one.prompt_length) for one in arrived] == [(one.tokens, one.prompt_length) for one in requests]
     for found, sent in zip(arrived, requests, strict=True):
@@ -113,19 +111,6 @@ def test_sent_frames_arrive(family: str, folder: Path, film: Path, tmp_path: Pat
     grid = 1, height // vision.patch_size, width // vision.patch_size
     (expected,) = vision.resized_image(Medium("image", picture), grid)  # pyright: ignore[reportArgumentType]
     np.testing.assert_array_equal(np.array(beside.pixels), expected.permute(1, 2, 0).numpy())
-
-
-def test_a_file_is_sampled_as_training_does(vision: VisionProcessor, folder: Path, film: Path) -> None:
-    reader = VideoReader(vision, folder)
-    data = base64.b64encode(film.read_bytes()).decode()
-    for item, limits in (({"path": "film.mp4"}, {}), ({"data": data, "fps": 4, "max_pixels": 8192}, None)):
-        limits = {"fps": 4, "max_pixels": 8192} if limits is None else limits
-        ((video, plan),) = reader.read([item])
-        medium = Medium("video", str(film), limits)
-        expected = vision.plan(medium)
-        assert plan.grid == expected.grid
-        np.testing.assert_array_equal(plan.expanded(VIDEO), expected.expanded(VIDEO))
-        assert torch.equal(video.sampled.frames, vision.sampled_frames(medium, expected.grid).frames)
 
 
 def frame(width: int = 2 * SIDE, height: int = SIDE, seed: int = 0) -> str:
@@ -160,15 +145,9 @@ broken = partial(body, FRAMES)
         ),
         (body(FRAMES | {"indices": [0, 8]}), "video 0: an item of indices is 8: it must be a whole number from 0 to 7"),
         (body(FRAMES | {"fps": 0}), "video 0: fps is 0: it must be a number from 1e-06"),
-        (body(FRAMES | {"max_pixels": 4096}), "frames have their size already"),
-        (body(FRAMES | {"path": "0.png"}), "frames have their size already"),
-        (body({}), "video 0: it needs one of data (base64), url and path"),
+        (body(FRAMES | {"path": "0.png"}), "video 0: 'path' is unknown. Fields: frames, indices, total_frames, fps"),
+        (body({}), "video 0: frames is missing"),
         (body("abc"), "video 0 is a JSON string: send an object"),
-        (body({"url": "http://127.0.0.1:9/a.mp4"}), "private"),
-        (body({"path": "../a.mp4"}), "outside of the server's --allowed_local_media_path"),
-        (body({"path": "gone.mp4"}), "video 0: a video cannot be read"),
-        (body({"path": "text.mp4"}), "video 0: a video cannot be read"),
-        (body({"path": "0.png", "min_pixels": 9000, "max_pixels": 20}), "min_pixels 9000 is above max_pixels 20"),
         (broken(tokens=[1, 2]), "request 0: it has 1 videos, and tokens has 0 places for them"),
         (broken(indices=[1]), "request 0: an item of videos is 1: it must be a whole number from 0 to 0"),
         (broken(tokens=[VIDEO] * 30, indices=[0] * 30), "tokens and 1 new one are too many: the model has 200"),
@@ -182,19 +161,18 @@ def test_bad_videos_have_a_reason(sent: dict, said: str, server: str) -> None:
     assert httpx.post(f"{server}/generate", json=broken()).json()["completions"][0]["tokens"] == [2, VIDEO]
 
 
-def test_videos_of_a_body_are_bounded(server: str, film: Path, monkeypatch) -> None:
+def test_videos_of_a_body_are_bounded(server: str, monkeypatch) -> None:
     monkeypatch.setattr(image_bodies, "MAX_MEDIA_BYTES", 2 * 2 * SIDE * SIDE * 3)
     assert httpx.post(f"{server}/generate", json=broken()).status_code == 200
-    for video in (FRAMES | {"frames": [frame()] * 3, "indices": [0, 1, 2]}, {"path": film.name}):
-        answer = httpx.post(f"{server}/generate", json=body(video))
-        assert (answer.status_code, answer.json()["kind"]) == (413, "request"), answer.text
+    answer = httpx.post(f"{server}/generate", json=body(FRAMES | {"frames": [frame()] * 3, "indices": [0, 1, 2]}))
+    assert (answer.status_code, answer.json()["kind"]) == (413, "request"), answer.text
 
 
 def test_servers_that_take_fewer(vision: VisionProcessor) -> None:
     claimed = {"run": "a", "who": "a test", "videos": 2}
     for readers, taken in (
         ({}, "no"),
-        ({"images": ImageReader(vision, None), "videos": VideoReader(vision, None, 1)}, "1"),
+        ({"images": ImageReader(vision, None), "videos": VideoReader(vision, 1)}, "1"),
     ):
         with serving(positions=POSITIONS, vocab_size=VOCABULARY, **readers) as (url, _, _):
             answer = httpx.post(f"{url}/claim", json=claimed).json()["error"]
