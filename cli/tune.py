@@ -24,6 +24,7 @@ from ..tasks.options.tune import TuneOptions
 from ..tasks.run.args_json import SECRET
 from ..tasks.run.trial import VARIABLE
 from ..templates.plural import plural
+from .auto_plan import AUTO, MICRO_BATCH
 from .checks.common import output_folder
 from .checks.generation import is_set_by_user
 from .checks.model import supported_config
@@ -73,6 +74,8 @@ def run(tune: TuneOptions, options: SftOptions, sources: Mapping[str, str], vari
     launch = _launch(options)
     supported_config(options, weights=())
     requested = {name for name in sources if is_set_by_user(name, sources)}
+    if options.training.micro_batch_size == AUTO:
+        requested -= {MICRO_BATCH}
     gpu, world = _gpu(launch), launch.processes.world
     with usage_errors():
         plan, candidates = layouts_to_try(options, requested, world, gpu, tune.trials, NAME)
