@@ -74,8 +74,12 @@ def episodes(run: Trained) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("flags", "goals"),
-    [(f"{TURNS} {ALL}", range(6)), (f"{ON_TEXTS} {ALL} --turn_images 2", GOALS)],
-    ids=["with images", "without images in the data"],
+    [
+        pytest.param(f"{TURNS} {ALL}", range(6), id="with images"),
+        pytest.param(
+            f"{ON_TEXTS} {ALL} --turn_images 2", GOALS, id="without images in the data", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_episodes_are_those_of_transformers(flags: str, goals: Sequence[int], turns: Place) -> None:
     """The first step is by the initial model, whose log-probabilities the engine's are."""
