@@ -122,9 +122,10 @@ def to_request(prompt: EncodedPrompt, vision: VisionProcessor | None) -> "Reques
             else:
                 pixels = open_image(placed.medium.source, allow_private=vision.allow_private)
                 limits = vision.limits.of_row(placed.medium.limits)
-                images.append(RequestImage(lambda pixels=pixels: pixels, limits.min_pixels, limits.max_pixels))
-    ids = collapse(prompt.ids, prompt.media, vision.video_token_id if vision else None)
-    return Request(ids, 0, images=images, prompt_length=len(prompt.ids), videos=videos)
+                least, most = limits.min_pixels, limits.max_pixels
+                images.append(RequestImage.within(lambda pixels=pixels: pixels, least, most, vision))
+    tokens = collapse(prompt.ids, prompt.media, vision.placeholders) if vision else prompt.ids
+    return Request(tokens, 0, images=images, prompt_length=len(prompt.ids), videos=videos)
 
 
 def count_videos(media: Iterable[Medium]) -> int:

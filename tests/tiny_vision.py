@@ -13,6 +13,13 @@ from tests.bridge.families import VOCAB
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 SPECIAL += ["<|image_pad|>", "<|video_pad|>"]
+MISTRAL_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
+MISTRAL_SPECIAL += ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+INTERN_NAMES = {
+    "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}  # fmt: skip
+INTERN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *INTERN_NAMES.values()]
 GLM_SPECIAL = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"]
 GLM_SPECIAL += [f"<|{place}_of_{kind}|>" for kind in ("image", "video") for place in ("begin", "end")]
 GLM_SPECIAL += ["<|image|>", "<|video|>"]
@@ -60,9 +67,40 @@ GLM_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '\\n<|assistant|>\\n' }}{%- endif %}"""
 
+# That of Mistral Small 3.1, without tools and without the names of wrong roles.
+MISTRAL_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'system' %}{{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
+{%- elif message.role == 'user' %}{{- '[INST]' }}
+{%- if message.content is string %}{{- message.content }}
+{%- else %}{% for block in message.content %}
+{%- if block.type == 'text' %}{{- block.text }}
+{%- elif block.type in ['image', 'image_url'] %}{{- '[IMG]' }}
+{%- else %}{{- raise_exception('Only text and image blocks are supported in message content!') }}{% endif %}
+{%- endfor %}{% endif %}{{- '[/INST]' }}
+{%- else %}{{- (message.content if message.content is string else message.content[0].text) + eos_token }}{% endif %}
+{%- endfor %}"""
 
-def tokenizer(special: list[str] = SPECIAL, eos: str = "<|im_end|>"):
-    """Return a byte-level BPE with special tokens, by default those of Qwen's vision-language models."""
+INTERN_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.content is string %}{{- message.content }}
+{%- else %}{% for item in message.content %}
+{%- if item.type == 'image' %}{{- '<IMG_CONTEXT>\n' }}
+{%- elif item.type == 'video' %}{{- '<video>\n' }}
+{%- elif item.type == 'text' %}{{- item.text }}{% endif %}
+{%- endfor %}{% endif %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+def tokenizer(special: list[str] = SPECIAL, eos: str = "<|im_end|>", **names: str):
+    """Return a byte-level BPE with special tokens, by default those of Qwen's vision-language models.
+
+    names: attributes of the tokenizer, and their tokens
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -77,7 +115,9 @@ def tokenizer(special: list[str] = SPECIAL, eos: str = "<|im_end|>"):
     )
     words = "user assistant system what colour is the shape? a red circle, a blue square, a picture of the sky."
     bpe.train_from_iterator([words] * 10, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, pad_token="<|endoftext|>")
+    bos, pad = ("<s>", "<pad>") if "<s>" in special else (None, "<|endoftext|>")
+    settings: Any = {"extra_special_tokens": names} if names else {}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, pad_token=pad, **settings)
 
 
 def picture(width: int, height: int, seed: int = 0):
@@ -248,7 +288,74 @@ def glm4v(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Glm4vForConditionalGeneration, config, processor, seed)
 
 
+def mistral3(folder: Path, seed: int = 0, tied: bool = False) -> Path:
+    """Write a tiny Mistral Small 3.1 with its processor to a folder and return it."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PixtralImageProcessor, PixtralProcessor
+
+    vocabulary = tokenizer(MISTRAL_SPECIAL, eos="</s>")
+    processor = PixtralProcessor(
+        PixtralImageProcessor(patch_size={"height": 14, "width": 14}, size={"longest_edge": 224}),
+        vocabulary,
+        patch_size=14,
+        spatial_merge_size=2,
+        chat_template=MISTRAL_TEMPLATE,
+    )
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    config = Mistral3Config(
+        text_config=_text({"rope_type": "default", "rope_theta": 500.0})
+        | {"model_type": "mistral", "head_dim": 16}
+        | ids,
+        vision_config={
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 56,
+            "patch_size": 14,
+            "image_size": 224,
+            "hidden_act": "silu",
+        },
+        image_token_index=vocabulary.convert_tokens_to_ids("[IMG]"),
+        spatial_merge_size=2,
+        tie_word_embeddings=tied,
+    )
+    return _save(folder, Mistral3ForConditionalGeneration, config, processor, seed)
+
+
+def internvl(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny InternVL 3.5 with its processor to a folder and return it. Its tiles have four tokens."""
+    from transformers import GotOcr2ImageProcessor, InternVLConfig, InternVLForConditionalGeneration, InternVLProcessor
+    from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
+
+    vocabulary = tokenizer(INTERN_SPECIAL, **INTERN_NAMES)
+    size = {"height": 56, "width": 56}
+    processor = InternVLProcessor(
+        GotOcr2ImageProcessor(size=size, crop_to_patches=True, max_patches=6),
+        vocabulary,
+        InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=INTERN_TEMPLATE,
+    )
+    config = InternVLConfig(
+        text_config=_text({"rope_type": "default", "rope_theta": 500.0}) | {"model_type": "qwen3", "head_dim": 16},
+        vision_config={
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 56,
+            "patch_size": 14,
+            "image_size": 56,
+            "layer_scale_init_value": 1.0,
+        },
+        image_token_id=vocabulary.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    return _save(folder, InternVLForConditionalGeneration, config, processor, seed)
+
+
 FAMILIES = {
+    "internvl": internvl,
+    "mistral3": mistral3,
     "glm4v": glm4v,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,

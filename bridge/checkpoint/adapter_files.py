@@ -37,7 +37,11 @@ PARAMETER_LEAVES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1",
 FUSED_LEAVES = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"} | {
     "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj",
 }  # fmt: skip
-TOWER_MODULE = re.compile(r"\bvisual\.\w+(?:\.\d+)?")  # PEFT saves no list of modules, but its members
+# PEFT saves no list of modules, but its members.
+TOWER_MODULE = re.compile(
+    r"\b(?:visual\.\w+(?:\.\d+)?|vision_tower\.(?:(?:transformer\.layers|encoder\.layer)\.\d+|\w+)|"
+    r"multi_modal_projector\.\w+)"
+)
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
 IGNORED_WEIGHTS = re.compile(r".+\.base_layer\.weight")  # PEFT saves an embedding's weight with its adapter
 

@@ -9,7 +9,13 @@ from .hub import ADAPTER_WEIGHTS, has_weights, is_mcore_checkpoint
 from .passthrough import FOLDER
 from .safetensors_io import SafetensorsFolder, tensor_names
 
-PATCH_EMBEDDING = "visual.patch_embed.proj.weight"  # same name in all supported towers
+# A tower has one of these.
+PATCH_EMBEDDINGS = (
+    "visual.patch_embed.proj.weight",
+    "vision_tower.patch_conv.weight",
+    "vision_tower.embeddings.patch_embeddings.projection.weight",
+)
+TOWER_PARTS = "visual.", "vision_tower.", "multi_modal_projector."  # in names of modules
 
 
 def has_tower(folder: Path, hf_config: HfConfig) -> bool:
@@ -20,7 +26,7 @@ def has_tower(folder: Path, hf_config: HfConfig) -> bool:
         if has_mcore_tower(folder):
             return True
         folder = folder / FOLDER
-    return has_weights(folder) and any(name.endswith(PATCH_EMBEDDING) for name in tensor_names(folder))
+    return has_weights(folder) and any(name.endswith(PATCH_EMBEDDINGS) for name in tensor_names(folder))
 
 
 def needs_tower(folder: Path) -> bool:
@@ -31,5 +37,7 @@ def needs_tower(folder: Path) -> bool:
 def adapts_tower(adapter: Path) -> bool:
     """Return whether an adapter of either format changes a vision tower."""
     if (adapter / ADAPTER_WEIGHTS).is_file():
-        return any("visual." in name for name in SafetensorsFolder(adapter).tensors)
-    return any("visual." in module for module in read_distributed_settings(adapter).targets)
+        modules = list(SafetensorsFolder(adapter).tensors)
+    else:
+        modules = list(read_distributed_settings(adapter).targets)
+    return any(part in module for module in modules for part in TOWER_PARTS)

@@ -1,11 +1,15 @@
-"""Ministral 3, text: Mistral's layers with YaRN, and queries that grow with their position.
+"""Ministral 3: Mistral's layers with YaRN, and queries that grow with their position.
 
-Checkpoints on the hub are Mistral3ForConditionalGeneration: only the text model is trained.
+Checkpoints on the hub are Mistral3ForConditionalGeneration, beside the tower of pixtral.py.
 """
 
+from functools import partial
+
 from ..mapping.param_mapping import Architecture, Family, HfConfig, QueryGrowth
+from . import pixtral
 from .decoder import DEFAULTS, fill_rope
-from .mistral import ARCHITECTURES, LIMITS, VLM_NAMES, describe_mistral, mappings, mistral3_text_config
+from .mistral import ARCHITECTURES, LIMITS, VLM_NAMES, describe_mistral, mappings
+from .vlm_text import nested_text_config
 
 ROPE = {
     "rope_type": "yarn",
@@ -17,6 +21,17 @@ ROPE = {
     "mscale_all_dim": 1.0,
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
+}
+TEXT_DEFAULTS = DEFAULTS | {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
 }
 
 
@@ -35,22 +50,13 @@ def architecture(config: HfConfig) -> Architecture:
 FAMILY = Family(
     name="ministral3",
     architectures=("Ministral3ForCausalLM", *ARCHITECTURES),
-    models="Ministral 3 3B, 8B and 14B, text",
+    models="Ministral 3 3B, 8B and 14B",
     architecture=architecture,
     mappings=mappings,
-    text_config=mistral3_text_config,
+    text_config=nested_text_config,
+    vision=partial(pixtral.vision, text_defaults=TEXT_DEFAULTS),
+    vision_mappings=pixtral.vision_mappings,
     vlm_names=VLM_NAMES,
     limits=LIMITS,
-    defaults=DEFAULTS
-    | {
-        "vocab_size": 131072,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 34,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-5,
-    },
+    defaults=TEXT_DEFAULTS,
 )

@@ -1,26 +1,37 @@
 """Mistral: Llama's layers, all with sliding-window attention if config.json has a window.
 
-Mistral Small 3.1 and 3.2 are Mistral3ForConditionalGeneration: only the text model is trained.
+Mistral Small 3.1 and 3.2 are Mistral3ForConditionalGeneration, beside the tower of pixtral.py.
 """
 
+from functools import partial
 from typing import Any
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, Layer, ParamMapping
+from . import pixtral
 from .decoder import ATTENTION, DEFAULTS, ENDS, describe_decoder, mlp
 from .vlm_text import (
     NESTED_MODULES,
     TOWER_AND_PROJECTOR,
     add_language_model_prefix,
     nest_in_language_model,
-    text_config,
+    nested_text_config,
 )
 
 ARCHITECTURES = ("Mistral3ForConditionalGeneration",)
 VLM_NAMES = (nest_in_language_model, add_language_model_prefix)
 LIMITS = (
     "layer_types that differ (transformers' class ignores them)",
-    "images: the vision tower passes through unchanged",
+    "a tower of which layers other than the last are used (vision_feature_layer); videos",
 )
+TEXT_DEFAULTS = DEFAULTS | {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
 
 
 def architecture(config: HfConfig) -> Architecture:
@@ -44,33 +55,16 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
     return ENDS + ATTENTION + mlp()
 
 
-def mistral3_text_config(config: HfConfig) -> HfConfig:
-    """Return the text model's part of a config.json.
-
-    transformers ties the output layer by the outer tie_word_embeddings, but not if the files have two matrices. Files
-    whose config.json has none outside follow the inner one.
-    """
-    outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-    return text_config(config, use_inner_tie=True) | outer
-
-
 FAMILY = Family(
     name="mistral",
     architectures=("MistralForCausalLM", *ARCHITECTURES),
-    models="Mistral 7B, Nemo, Small (3.1 and 3.2: text), Large",
+    models="Mistral 7B, Nemo, Small (3.1 and 3.2 with the tower), Large",
     architecture=architecture,
     mappings=mappings,
-    text_config=mistral3_text_config,
+    text_config=nested_text_config,
+    vision=partial(pixtral.vision, text_defaults=TEXT_DEFAULTS),
+    vision_mappings=pixtral.vision_mappings,
     vlm_names=VLM_NAMES,
     limits=LIMITS,
-    defaults=DEFAULTS
-    | {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-    },
+    defaults=TEXT_DEFAULTS,
 )

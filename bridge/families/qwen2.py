@@ -2,6 +2,7 @@
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, QKV_BIAS, describe_decoder, mlp, qwen_layers
+from .internvl import with_tower
 
 
 def architecture(config: HfConfig) -> Architecture:
@@ -12,10 +13,10 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
     return ENDS + ATTENTION + QKV_BIAS + mlp()
 
 
-FAMILY = Family(
+TEXT_FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
-    models="Qwen2, Qwen2.5 and their Math and Coder models, QwQ, R1-Distill-Qwen",
+    models="Qwen2, Qwen2.5 and their Math and Coder models, QwQ, R1-Distill-Qwen; InternVL 3",
     architecture=architecture,
     mappings=mappings,
     defaults=DEFAULTS
@@ -29,3 +30,4 @@ FAMILY = Family(
         "max_position_embeddings": 32768,
     },
 )
+FAMILY = with_tower(TEXT_FAMILY)

@@ -2,6 +2,7 @@
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, QK_NORMS, attention_biases, describe_decoder, mlp, qwen_layers
+from .internvl import with_tower
 
 
 def architecture(config: HfConfig) -> Architecture:
@@ -14,10 +15,10 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
     return ENDS + ATTENTION + attention_biases(config) + QK_NORMS + mlp()
 
 
-FAMILY = Family(
+TEXT_FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
-    models="Qwen3 (dense)",
+    models="Qwen3 (dense); InternVL 3.5 (1B to 14B)",
     architecture=architecture,
     mappings=mappings,
     defaults=DEFAULTS
@@ -32,3 +33,4 @@ FAMILY = Family(
         "max_position_embeddings": 32768,
     },
 )
+FAMILY = with_tower(TEXT_FAMILY)

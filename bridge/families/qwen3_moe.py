@@ -12,6 +12,7 @@ from .decoder import (
     experts,
     mlp,
 )
+from .internvl import with_tower
 from .softmax_moe import softmax_routing
 
 
@@ -43,10 +44,10 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
     return ENDS + ATTENTION + attention_biases(config) + QK_NORMS + mlp(dense_layers(config, moe)) + experts(moe)
 
 
-FAMILY = Family(
+TEXT_FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
-    models="Qwen3 (MoE: 30B-A3B, 235B-A22B, Coder)",
+    models="Qwen3 (MoE: 30B-A3B, 235B-A22B, Coder); InternVL 3.5 (30B-A3B)",
     architecture=architecture,
     mappings=mappings,
     defaults=DEFAULTS
@@ -65,3 +66,4 @@ FAMILY = Family(
         "norm_topk_prob": False,
     },
 )
+FAMILY = with_tower(TEXT_FAMILY)

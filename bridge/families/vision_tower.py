@@ -14,8 +14,8 @@ from ..mapping.param_mapping import (
     Vision,
 )
 
+ACTIVATIONS = "silu", "gelu", "gelu_pytorch_tanh", "quick_gelu"
 TOWER_NAMES = ((r"^visual\.", "model.visual."),)  # Architecture.module_names
-LAYER = TOWER + "layers.{layer}."
 
 
 def _gate_then_up(length: int, ranks: int, architecture: Architecture) -> list[Span]:
@@ -29,6 +29,14 @@ def _heads_together(length: int, ranks: int, architecture: Architecture) -> list
     size = length // (3 * heads)
     starts = [(part * heads + head) * size for head in range(heads) for part in range(3)]
     return [Span(0, start, start + size) for start in starts]
+
+
+def _separate_heads_together(length: int, ranks: int, architecture: Architecture) -> list[Span]:
+    """Lay out the query, key and value of each head together, from three matrices."""
+    assert architecture.vision is not None
+    size = length // (3 * architecture.vision.num_heads)
+    heads = range(architecture.vision.num_heads)
+    return [Span(part, head * size, (head + 1) * size) for head in heads for part in range(3)]
 
 
 def common_settings(config: HfConfig) -> dict[str, Any]:
@@ -47,6 +55,42 @@ def common_settings(config: HfConfig) -> dict[str, Any]:
 
 REPLICATED_GATE_UP = ShardingKind(None, _gate_then_up, ("gate", "up"))
 REPLICATED_QKV = ShardingKind(None, _heads_together)
+REPLICATED_Q_K_V = ShardingKind(None, _separate_heads_together, ("q", "k", "v"))
+
+
+class TowerTable:
+    """Table of a tower's mappings, to which modules are added by their names on both sides.
+
+    layers: the values of {layer} in the names; None: there is none. The kind is that of a linear layer's tensors.
+    """
+
+    def __init__(self, vision: Vision):
+        self.vision = vision
+        self.layers = tuple(range(vision.num_layers))
+        self._mappings: list[ParamMapping] = []
+
+    def add(self, hf: str, mcore: str, kind: ShardingKind = REPLICATED, layers: tuple[int, ...] | None = None) -> None:
+        self._mappings.append(ParamMapping(hf, TOWER + mcore, kind, layers))
+
+    def linear(
+        self,
+        hf: str,
+        mcore: str,
+        kind: ShardingKind = REPLICATED,
+        layers: tuple[int, ...] | None = None,
+        *,
+        bias: bool,
+    ) -> None:
+        for leaf in ("weight", "bias") if bias else ("weight",):
+            self.add(f"{hf}.{leaf}", f"{mcore}.{leaf}", kind, layers)
+
+    def norm(self, hf: str, mcore: str, layers: tuple[int, ...] | None = None, *, kind: str = "") -> None:
+        """kind: "LayerNorm" or "RMSNorm"; by default the tower's"""
+        self.linear(hf, mcore, layers=layers, bias=(kind or self.vision.normalization) == "LayerNorm")
+
+    def under(self, *prefixes: str) -> list[ParamMapping]:
+        """Return the mappings, whose names in checkpoints begin with any of these."""
+        return [replace(mapping, hf=prefix + mapping.hf) for prefix in prefixes for mapping in self._mappings]
 
 
 def tower_mappings(
@@ -59,7 +103,7 @@ def tower_mappings(
     deep_merger: str = "",
     position_embeddings: str = "pos_embed",
 ) -> list[ParamMapping]:
-    """Map a tower by its names in the checkpoint, under `visual.` and under `model.visual.`.
+    """Map a tower of Qwen's or GLM's form by its names in the checkpoint, under `visual.` and under `model.visual.`.
 
     attention: names of the fused query-key-value matrix and of the output projection, with {}. fc1, fc2: of the MLP's.
     merger: names of the merger's `norm`, `fc1` and `fc2`, and of the gated merger's `proj`. deep_merger: name of the
@@ -68,52 +112,34 @@ def tower_mappings(
     gated = REPLICATED_GATE_UP if vision.gated else REPLICATED
     merger_gated = REPLICATED_GATE_UP if vision.gated_merger_size else REPLICATED
     merger_bias = not vision.gated_merger_size
-    layers = tuple(range(vision.num_layers))
-    mappings = [ParamMapping("patch_embed.proj.weight", TOWER + "patch_embed.weight", REPLICATED)]
-    if vision.patch_bias:
-        mappings.append(ParamMapping("patch_embed.proj.bias", TOWER + "patch_embed.bias", REPLICATED))
+    table = TowerTable(vision)
+    layers, bias = table.layers, vision.layer_bias
+    table.linear("patch_embed.proj", "patch_embed", bias=vision.patch_bias)
     if vision.grid_side:
-        table = TOWER + "position_embeddings.weight"
-        mappings.append(ParamMapping(position_embeddings + ".weight", table, REPLICATED))
-
-    def linear(
-        hf: str,
-        mcore: str,
-        kind: ShardingKind = REPLICATED,
-        layers: tuple[int, ...] | None = None,
-        *,
-        bias: bool = vision.layer_bias,
-    ) -> None:
-        for leaf in ("weight", "bias") if bias else ("weight",):
-            mappings.append(ParamMapping(f"{hf}.{leaf}", f"{mcore}.{leaf}", kind, layers))
-
-    def norm(hf: str, mcore: str, layers: tuple[int, ...] | None = None, *, kind: str = vision.normalization) -> None:
-        mappings.append(ParamMapping(f"{hf}.weight", f"{mcore}.weight", REPLICATED, layers))
-        if kind == "LayerNorm":
-            mappings.append(ParamMapping(f"{hf}.bias", f"{mcore}.bias", REPLICATED, layers))
-
-    norm("blocks.{layer}.norm1", LAYER + "norm1", layers)
-    norm("blocks.{layer}.norm2", LAYER + "norm2", layers)
+        table.add(position_embeddings + ".weight", "position_embeddings.weight")
+    table.norm("blocks.{layer}.norm1", "layers.{layer}.norm1", layers)
+    table.norm("blocks.{layer}.norm2", "layers.{layer}.norm2", layers)
     qkv = "blocks.{layer}." + attention.format("qkv")
-    linear(qkv, LAYER + "linear_qkv", REPLICATED_QKV, layers, bias=vision.qkv_bias)
-    linear("blocks.{layer}." + attention.format("proj"), LAYER + "linear_proj", layers=layers)
-    linear("blocks.{layer}." + fc1, LAYER + "linear_fc1", gated, layers)
-    linear("blocks.{layer}." + fc2, LAYER + "linear_fc2", layers=layers)
+    table.linear(qkv, "layers.{layer}.linear_qkv", REPLICATED_QKV, layers, bias=vision.qkv_bias)
+    projection = "blocks.{layer}." + attention.format("proj")
+    table.linear(projection, "layers.{layer}.linear_proj", layers=layers, bias=bias)
+    table.linear("blocks.{layer}." + fc1, "layers.{layer}.linear_fc1", gated, layers, bias=bias)
+    table.linear("blocks.{layer}." + fc2, "layers.{layer}.linear_fc2", layers=layers, bias=bias)
     if vision.patch_norm:
-        norm("post_conv_layernorm", TOWER + "patch_norm")
+        table.norm("post_conv_layernorm", "patch_norm")
     if vision.gated_merger_size:
-        norm("post_layernorm", TOWER + "final_norm")
-        linear("downsample", TOWER + "downsample", bias=True)
-        linear(f"merger.{merger['proj']}", TOWER + "merger.linear_proj", bias=False)
+        table.norm("post_layernorm", "final_norm")
+        table.linear("downsample", "downsample", bias=True)
+        table.linear(f"merger.{merger['proj']}", "merger.linear_proj", bias=False)
     places: list[tuple[str, str, tuple[int, ...] | None]] = [("merger", "merger", None)]
     if vision.deep_layers:
         places.append((deep_merger + ".{layer}", "deep_mergers.{layer}", tuple(range(len(vision.deep_layers)))))
     for hf, mcore, indices in places:
         kind = "LayerNorm" if vision.gated_merger_size else vision.normalization
-        norm(f"{hf}.{merger['norm']}", f"{TOWER}{mcore}.norm", indices, kind=kind)
-        linear(f"{hf}.{merger['fc1']}", f"{TOWER}{mcore}.linear_fc1", merger_gated, indices, bias=merger_bias)
-        linear(f"{hf}.{merger['fc2']}", f"{TOWER}{mcore}.linear_fc2", layers=indices, bias=merger_bias)
-    return [replace(mapping, hf=prefix + mapping.hf) for prefix in ("visual.", "model.visual.") for mapping in mappings]
+        table.norm(f"{hf}.{merger['norm']}", f"{mcore}.norm", indices, kind=kind)
+        table.linear(f"{hf}.{merger['fc1']}", f"{mcore}.linear_fc1", merger_gated, indices, bias=merger_bias)
+        table.linear(f"{hf}.{merger['fc2']}", f"{mcore}.linear_fc2", layers=indices, bias=merger_bias)
+    return table.under("visual.", "model.visual.")
 
 
 def with_rope_axes(

@@ -2,9 +2,14 @@
 
 from ..mapping.param_mapping import HfConfig
 
+TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 TOWER_AND_PROJECTOR = r"(model\.)?(vision_tower|multi_modal_projector)\."  # `Architecture.passthrough`
 # `Architecture.module_names`, where files have the whole text model in language_model.
-NESTED_MODULES = ((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head", "lm_head"))
+NESTED_MODULES = (
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.lm_head", "lm_head"),
+    *((rf"^{name[:-1]}\.", f"model.{name}") for name in (TOWER, PROJECTOR)),
+)
 
 
 def text_config(config: HfConfig, *, use_inner_tie: bool = False) -> HfConfig:
@@ -22,6 +27,16 @@ def text_config(config: HfConfig, *, use_inner_tie: bool = False) -> HfConfig:
     return {key: config[key] for key in outer_keys if key in config} | text
 
 
+def nested_text_config(config: HfConfig) -> HfConfig:
+    """Return the text model's part of a config.json, where files have the whole text model in language_model.
+
+    transformers ties the output layer by the outer tie_word_embeddings, but not if the files have two matrices. Files
+    whose config.json has none outside follow the inner one.
+    """
+    outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return text_config(config, use_inner_tie=True) | outer
+
+
 def mrope_text_config(config: HfConfig) -> HfConfig:
     """Return the text model's part of a config.json, whose rope type `mrope` is called `default`.
 
@@ -37,7 +52,7 @@ def mrope_text_config(config: HfConfig) -> HfConfig:
 def vision_config(config: HfConfig, defaults: HfConfig) -> HfConfig:
     """Return the vision tower's part of a config.json, with defaults for missing and null keys, and `rope_base`."""
     vision = config.get("vision_config") or {}
-    rope_base = (vision.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+    rope_base = ({"rope_theta": 10000.0} | vision | (vision.get("rope_parameters") or {}))["rope_theta"]
     return (
         vision
         | {"rope_base": rope_base}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..mapping.param_mapping import Vision
@@ -31,7 +32,7 @@ class PatchPlan:
     in the order of the windows.
     """
 
-    cos: Tensor  # [patches, 1, head_dim / 2] fp32
+    cos: Tensor  # [rows of the tower, 1, head_dim / 2] fp32
     sin: Tensor
     full: Blocks
     windows: Blocks | None
@@ -40,6 +41,10 @@ class PatchPlan:
     # Interpolation of the learned position embeddings: the rows for each patch, and their weights.
     taps: Tensor | None  # [patches, 4 or 16] int64
     tap_weights: Tensor | None  # [patches, 4 or 16] fp32
+    # With a class token in front of each frame: indices of the tower's rows among class tokens and patches, and indices
+    # of the patches among the tower's rows.
+    row_order: Tensor | None = None  # [frames + patches] int64
+    patch_rows: Tensor | None = None  # [patches] int64
     padding: int = 0  # patches at the end that are of no medium, and a block by themselves
 
 
@@ -83,16 +88,42 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_st
         row_taps, row_weights = interpolate(row, height, vision.grid_side)
         column_taps, column_weights = interpolate(column, width, vision.grid_side)
         taps = (row_taps.unsqueeze(2) * vision.grid_side + column_taps.unsqueeze(1)).flatten(1)
+        taps += int(vision.class_token)
         tap_weights = (row_weights.unsqueeze(2) * column_weights.unsqueeze(1)).flatten(1)
 
     positions = torch.stack((row, column), dim=1)  # for the rope: planes of height, then those of width
     if patch_order is not None:
         positions = positions[patch_order]
+    row_order = patch_rows = None
+    if vision.class_token:
+        patch_rows = patches + frame_of + 1
+        row_order = torch.empty(total + len(frames), dtype=torch.int64, device=device)
+        row_order[full.cu_seqlens[:-1] + torch.arange(len(frames), device=device)] = torch.arange(
+            len(frames), device=device
+        )
+        row_order[patch_rows] = patches + len(frames)
+        full = _blocks([length + 1 for length in lengths], device)
+        positions = F.pad(positions, (0, 0, len(frames), 0))[row_order]
     axis_dim = vision.hidden_size // vision.num_heads // 2
-    exponents = torch.arange(0, axis_dim, 2, dtype=torch.float32, device=device) / axis_dim
-    angles = (positions.unsqueeze(2).float() * (1.0 / vision.rope_base**exponents)).flatten(1).unsqueeze(1)
+    frequencies = _frequencies(vision.rope_base, axis_dim, device, alternate=vision.rope_alternates)
+    angles = (positions.unsqueeze(2).float() * frequencies).flatten(1).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
-    return PatchPlan(cos, sin, full, windows, patch_order, feature_order, taps, tap_weights, padding)
+    order = patch_order, feature_order, taps, tap_weights, row_order, patch_rows
+    return PatchPlan(cos, sin, full, windows, *order, padding)
+
+
+def _frequencies(base: float | None, axis_dim: int, device: torch.device, *, alternate: bool) -> Tensor:
+    """Return the frequencies of height and width: [1 or 2, axis_dim / 2] fp32, zeros without a rope.
+
+    alternate: see Vision
+    """
+    if base is None:
+        return torch.zeros(1, axis_dim // 2, device=device)
+    if alternate:
+        exponents = torch.arange(0, 2 * axis_dim, 2, dtype=torch.float32, device=device) / (2 * axis_dim)
+        return (1.0 / base**exponents).view(-1, 2).t()
+    exponents = torch.arange(0, axis_dim, 2, dtype=torch.float32, device=device) / axis_dim
+    return (1.0 / base**exponents).unsqueeze(0)
 
 
 def _blocks(lengths: list[int], device: torch.device) -> Blocks:

@@ -2,7 +2,7 @@
 
 Every rank holds all of it and encodes media of its own; see model/vision_encoder.py. One class covers the towers that
 `Vision` describes. Qwen2-VL: https://arxiv.org/abs/2409.12191, Qwen2.5-VL: https://arxiv.org/abs/2502.13923, Qwen3-VL:
-https://arxiv.org/abs/2511.21631, GLM-4.1V: https://arxiv.org/abs/2507.01006.
+https://arxiv.org/abs/2511.21631, GLM-4.1V: https://arxiv.org/abs/2507.01006, Pixtral: https://arxiv.org/abs/2410.07073.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..kernels import usable
 from ..kernels.weight_gradient import has_main_grad, linear
-from ..mapping.param_mapping import Vision
+from ..mapping.param_mapping import Projector, Vision
 from .norm import LayerNorm, RMSNorm
 from .patch_plan import Blocks, PatchPlan
 
@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # and the search takes longer than the kernel.
 LENGTH_STEP = 1024
 
-TOWER_MODULES = "patch_embed", "patch_norm", "position_embeddings", "layers", "final_norm", "downsample"
+TOWER_MODULES = "patch_embed", "patch_norm", "class_token", "position_embeddings", "layers", "final_norm", "downsample"
 MERGERS = "merger", "deep_mergers"
 
 
@@ -123,6 +123,10 @@ def _with_residual(output: Tensor | tuple[Tensor, Tensor], x: Tensor) -> tuple[T
     return output if isinstance(output, tuple) else (output, x)
 
 
+def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    return x if scale is None else scale * x
+
+
 class TowerLayer(nn.Module):
     def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device, attention: Attention):
         super().__init__()
@@ -138,15 +142,20 @@ class TowerLayer(nn.Module):
         self.linear_proj = linear(size, size)
         self.linear_fc1 = linear(size, 2 * ffn_size if vision.gated else ffn_size)
         self.linear_fc2 = linear(ffn_size, size)
+        self.scale1 = self.scale2 = None
+        if vision.layer_scale:
+            self.scale1, self.scale2 = (
+                nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device)) for _ in range(2)
+            )
 
     def forward(self, x: Tensor, plan: PatchPlan, blocks: Blocks) -> Tensor:
         """x [patches, hidden_size] -> the same shape."""
         normed, x = _with_residual(self.norm1(x), x)
         query, key, value = self._heads(self.linear_qkv(normed), plan)
         heads = self.attention.run(query, key, value, blocks)[..., : self.head_dim]
-        x = x + self.linear_proj(heads.flatten(1))
+        x = x + _scaled(self.linear_proj(heads.flatten(1)), self.scale1)
         normed, x = _with_residual(self.norm2(x), x)
-        return x + self.linear_fc2(self._hidden(normed))
+        return x + _scaled(self.linear_fc2(self._hidden(normed)), self.scale2)
 
     def _hidden(self, x: Tensor) -> Tensor:
         """Return what the MLP's second layer takes: x [patches, hidden_size] -> [patches, ffn_hidden_size]."""
@@ -219,6 +228,35 @@ class GatedMerger(nn.Module):
         return self.linear_fc2(self.activation(gate) * up)
 
 
+class Projection(nn.Module):
+    """Merger of the form `projector`: x [patches, hidden_size] -> [features, output_size].
+
+    As in transformers, a square's values are in order of channels, and then of its patches, where it is reduced.
+    """
+
+    def __init__(self, vision: Vision, projector: Projector, config: TransformerConfig, device: torch.device):
+        super().__init__()
+        self.square, size, output = vision.merge_size**2, vision.hidden_size, vision.output_size
+        kinds = {"dtype": config.params_dtype, "device": device}
+        self.activation = ACTIVATIONS[projector.activation]
+        self.linear_merge = None
+        if projector.reduces_squares:
+            self.norm = RMSNorm(size, eps=projector.eps, **kinds)
+            self.linear_merge = Linear(size * self.square, size, bias=False, **kinds)
+        else:
+            size *= self.square
+            self.norm = LayerNorm(size, eps=projector.eps, **kinds)
+        self.linear_fc1 = Linear(size, output, bias=projector.bias, **kinds)
+        self.linear_fc2 = Linear(output, output, bias=projector.bias, **kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.linear_merge is None:
+            squares = self.norm(x.reshape(len(x) // self.square, -1))
+        else:
+            squares = self.linear_merge(self.norm(x).unflatten(0, (-1, self.square)).transpose(1, 2).flatten(1))
+        return self.linear_fc2(self.activation(self.linear_fc1(squares)))
+
+
 class Downsample(nn.Module):
     """Convolution over squares of patches, computed as a matrix product: [patches, hidden] -> [features, output]."""
 
@@ -233,13 +271,22 @@ class Downsample(nn.Module):
         return F.linear(x.view(-1, weight.shape[1]), weight, self.bias)
 
 
+class Weight(nn.Module):
+    """Parameter of a shape that a checkpoint has."""
+
+    def __init__(self, *shape: int, config: TransformerConfig, device: torch.device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+
+
 class PatchEmbedding(nn.Module):
     """Projection of patches: a convolution whose stride is its kernel, computed as a matrix product."""
 
     def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device):
         super().__init__()
         side = vision.patch_size
-        shape = vision.hidden_size, vision.channels, vision.temporal_patch_size, side, side
+        time = (vision.temporal_patch_size,) if vision.temporal_patch_size > 1 else ()
+        shape = vision.hidden_size, vision.channels, *time, side, side
         self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         bias = torch.empty(vision.hidden_size, dtype=config.params_dtype, device=device)
         self.bias = nn.Parameter(bias) if vision.patch_bias else None
@@ -257,8 +304,12 @@ class VisionTower(nn.Module):
         self.vision_settings = vision
         self.patch_embed = PatchEmbedding(vision, config, device)
         self.patch_norm = _norm(vision, vision.hidden_size, config, device) if vision.patch_norm else None
-        self.position_embeddings = None
-        if vision.grid_side:
+        self.position_embeddings = self.class_token = None
+        if vision.grid_side and vision.class_token:
+            make_weight = partial(Weight, config=config, device=device)
+            self.class_token = make_weight(1, 1, vision.hidden_size)
+            self.position_embeddings = make_weight(1, 1 + vision.grid_side**2, vision.hidden_size)
+        elif vision.grid_side:
             rows = vision.grid_side**2
             self.position_embeddings = nn.Embedding(
                 rows,
@@ -272,6 +323,8 @@ class VisionTower(nn.Module):
             self.final_norm = _norm(vision, vision.hidden_size, config, device)
             self.downsample = Downsample(vision, config, device)
             self.merger = GatedMerger(vision, config, device)
+        elif vision.projector is not None:
+            self.merger = Projection(vision, vision.projector, config, device)
         else:
             self.merger = Merger(vision, config, device)
         self.deep_mergers = nn.ModuleList(Merger(vision, config, device, norms_square=True) for _ in vision.deep_layers)
@@ -288,8 +341,12 @@ class VisionTower(nn.Module):
         if self.position_embeddings is not None:
             assert plan.taps is not None
             assert plan.tap_weights is not None
-            weight = self.position_embeddings.weight
-            x = x + F.embedding_bag(plan.taps, weight, mode="sum", per_sample_weights=plan.tap_weights.to(weight.dtype))
+            table = self.position_embeddings.weight.flatten(0, -2)
+            x = x + F.embedding_bag(plan.taps, table, mode="sum", per_sample_weights=plan.tap_weights.to(table.dtype))
+            if self.class_token is not None:
+                assert plan.row_order is not None
+                token = self.class_token.weight[0] + table[:1]
+                x = torch.cat((token.expand(len(plan.row_order) - len(x), -1), x))[plan.row_order]
         if plan.patch_order is not None:
             x = x[plan.patch_order]
         states = {}
@@ -298,6 +355,8 @@ class VisionTower(nn.Module):
             x = layer(x, plan, plan.full if is_full else plan.windows)
             if number in self.vision_settings.deep_layers:
                 states[number] = x
+        if plan.patch_rows is not None:
+            x = x[plan.patch_rows]
         if self.final_norm is not None and self.downsample is not None:
             x = self.downsample(self.final_norm(x))
         return [x, *(states[number] for number in self.vision_settings.deep_layers)]

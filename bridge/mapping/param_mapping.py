@@ -60,13 +60,24 @@ class QueryGrowth(NamedTuple):
     has_rope: bool = True  # in the layers with a rope, or in those without
 
 
+class Projector(NamedTuple):
+    """Merger whose MLP has the width of the language model."""
+
+    eps: float  # of the norm before it
+    bias: bool  # of the MLP's linear layers
+    activation: str
+    # An RMS norm on each patch and a linear layer that reduces a square to `hidden_size` are before the MLP; else a
+    # LayerNorm on each square.
+    reduces_squares: bool
+
+
 @dataclass(frozen=True)
 class Vision:
     """Vision tower: a transformer over patches of images and videos, and mergers to features of the language model.
 
     A merger concatenates the patches of a square of `merge_size` x `merge_size`, and is an MLP with one hidden layer.
     With `gated_merger_size`, a norm and a convolution over each square end the tower, and the merger is a projection, a
-    norm and a gated MLP.
+    norm and a gated MLP. `projector` is another form of it.
     """
 
     num_layers: int
@@ -75,19 +86,24 @@ class Vision:
     num_heads: int
     output_size: int  # the language model's hidden size
     patch_size: int  # pixels
-    temporal_patch_size: int  # frames
+    temporal_patch_size: int  # frames; 1: the convolution over patches has no dimension of time
     merge_size: int
     normalization: str = "LayerNorm"  # or "RMSNorm"
     eps: float = 1e-6
     gated: bool = False
     activation: str = "gelu_pytorch_tanh"
-    rope_base: float = 10000.0
+    rope_base: float | None = 10000.0  # None: no rope
+    # Frequencies of a head's rope: each axis has the same ones, those of half a head; or height has every other one of
+    # a head, and width those between.
+    rope_alternates: bool = False
     channels: int = 3
     patch_bias: bool = True
     qkv_bias: bool = True
     layer_bias: bool = True  # biases of the other linear layers in the tower's layers
     patch_norm: bool = False  # a norm on embedded patches, before position embeddings are added
     grid_side: int | None = None  # side of a grid of learned position embeddings, which is resampled
+    class_token: bool = False  # a learned token in front of each image or frame; it has the grid's first embedding
+    layer_scale: bool = False  # learned factors on the outputs of attention and MLP
     # "bilinear": the ends of the grid are the first and the last patch; or "bicubic": the ends of their areas
     interpolation: str = "bilinear"
     window: int | None = None  # side in pixels of the windows in which layers attend, except `full_layers`
@@ -96,6 +112,7 @@ class Vision:
     # (DeepStack, https://arxiv.org/abs/2406.04334).
     deep_layers: tuple[int, ...] = ()
     gated_merger_size: int | None = None  # hidden size of the merger's gated MLP
+    projector: Projector | None = None
 
 
 @dataclass(frozen=True)

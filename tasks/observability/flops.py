@@ -168,6 +168,9 @@ class VisionFlops:
         if vision.gated_merger_size:  # behind a convolution over the patches of a square
             patch += hidden * output
             mergers = output * (output + 3 * vision.gated_merger_size)
+        if vision.projector:
+            inputs, reduction = (hidden, merged * hidden) if vision.projector.reduces_squares else (merged, 0)
+            mergers = reduction + inputs * output + output**2
         full = len(vision.full_layers) if vision.window else vision.num_layers
         return cls(
             layers=patch + vision.num_layers * (4 * hidden**2 + matrices * hidden * vision.ffn_hidden_size),

@@ -70,12 +70,11 @@ class ImageReader:
         source = self._source(fields, part)
         limits = defaults.of_row({"min_pixels": least, "max_pixels": most})
         try:
-            height, width = self.vision.resized(*image_size(source), limits)
-            grid = 1, height // self.vision.patch_size, width // self.vision.patch_size
+            plan = self.vision.plan_image(*image_size(source), limits)
             pixels = open_image(source)
         except UnusableRow as error:
             raise invalid_request(f"{part}: {error}") from None
-        return SentImage(RequestImage(lambda: pixels, least, most), MediaPlan("image", grid, self.vision.tokens(grid)))
+        return SentImage(RequestImage.within(lambda: pixels, least, most, self.vision), plan)
 
     def _source(self, fields: Fields, part: str) -> bytes | str | Path:
         names = [name for name in ("data", "url", "path") if fields.raw(name, None) is not None]

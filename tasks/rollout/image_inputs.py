@@ -1,49 +1,55 @@
-"""Images of requests as inputs of transformers' models, by the checkpoint's own processor."""
+"""Images of requests as inputs of transformers' models, with the sizes, tokens and pixels of training."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
-from transformers import AutoImageProcessor
 
+from ...bridge.checkpoint.pretrained import load_tokenizer
+from ...templates.formats.medium import Medium
+from ...templates.media.processor import MediaPlan, VisionProcessor
+from ...templates.options import MediaOptions
 from .engine import Request
 from .request_image import RequestImage
 
 
-class ImageInputs:
-    """Image processor of a checkpoint. token_id: placeholder of an image, and each of its tokens"""
+class _Processed(NamedTuple):
+    plan: MediaPlan
+    patches: np.ndarray
 
-    def __init__(self, folder: Path, token_id: int):
-        self.token_id = token_id
-        self._processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+class ImageInputs:
+    """Images of requests for the model in `folder`. Raises ValueError if it has no processor of images."""
+
+    def __init__(self, folder: Path):
+        vision = VisionProcessor.open(folder, load_tokenizer(folder), MediaOptions())
+        if vision is None:
+            raise ValueError(
+                f"{folder}: it has no preprocessor_config.json. Copy its files from the original checkpoint"
+            )
+        self.vision = vision
 
     def of(self, requests: Sequence[Request]) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """Return the prompts with all tokens of their images, and the images' patches and sizes.
-
-        pixel_values: fp32 [patches, values]; image_grid_thw: int64 [images, 3]
-        """
+        """Return the prompts with all tokens of their images, and the images as inputs of the model."""
         images = {id(image): image for request in requests for image in request.images}
         processed = {key: self._process(image) for key, image in images.items()}
-        prompts = []
+        placeholder, prompts = self.vision.image_token_id, []
         for request in requests:
-            counts = iter([self._count_tokens(processed[id(image)][1]) for image in request.images])
-            prompt = [
-                token
-                for token_id in request.tokens
-                for token in ([token_id] * next(counts) if token_id == self.token_id else [token_id])
-            ]
-            prompts.append(prompt)
-        inputs = [processed[id(image)] for request in requests for image in request.images]
-        return prompts, {
-            "pixel_values": torch.cat([pixels for pixels, _ in inputs]),
-            "image_grid_thw": torch.cat([grids for _, grids in inputs]),
-        }
+            expansions = iter([processed[id(image)].plan.expanded(placeholder).tolist() for image in request.images])
+            prompts.append(
+                [
+                    token
+                    for token_id in request.tokens
+                    for token in (next(expansions) if token_id == placeholder else [token_id])
+                ]
+            )
+        media = [processed[id(image)] for request in requests for image in request.images]
+        return prompts, self.vision.image_inputs([(image.plan.grid, image.patches) for image in media])
 
-    def _process(self, image: RequestImage) -> tuple[Tensor, Tensor]:
-        size = {"shortest_edge": image.min_pixels, "longest_edge": image.max_pixels}
-        inputs = self._processor(images=[image.pixels], size=size, return_tensors="pt")
-        return inputs["pixel_values"], inputs["image_grid_thw"]
-
-    def _count_tokens(self, grids: Tensor) -> int:
-        return int(grids.prod()) // self._processor.merge_size**2
+    def _process(self, image: RequestImage) -> _Processed:
+        pixels: Any = image.pixels
+        medium = Medium("image", pixels, {"min_pixels": image.min_pixels, "max_pixels": image.max_pixels})
+        plan = self.vision.plan(medium)
+        return _Processed(plan, self.vision.patches(medium, plan.grid))

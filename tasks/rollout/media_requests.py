@@ -29,7 +29,7 @@ def with_media(
     return [
         replace(
             request,
-            tokens=collapse(request.tokens, placed, vision.video_token_id),
+            tokens=collapse(request.tokens, placed, vision.placeholders),
             images=[images[id(image.medium)] for image in _of_kind(placed, "image")],
             prompt_length=len(request.tokens),
             videos=[videos[id(video.medium)] for video in _of_kind(placed, "video")],

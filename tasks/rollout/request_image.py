@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...templates.dataset.placed_media import PlacedMedium
 from ...templates.formats.schemas import UnusableRow
@@ -24,6 +24,13 @@ class RequestImage:
     load: "Callable[[], Image]"
     min_pixels: int  # limits of its area after resizing
     max_pixels: int
+    arguments: dict[str, Any] | None = None  # the same as the checkpoint's processor takes them; None: as Qwen2-VL's
+
+    @classmethod
+    def within(
+        cls, load: "Callable[[], Image]", min_pixels: int, max_pixels: int, vision: VisionProcessor
+    ) -> "RequestImage":
+        return cls(load, min_pixels, max_pixels, vision.processor_arguments(min_pixels, max_pixels))
 
     @cached_property
     def pixels(self) -> "Image":
@@ -35,12 +42,12 @@ def training_image(placed: PlacedMedium, vision: VisionProcessor) -> RequestImag
     """Return an image with the pixels that training uses."""
     assert placed.medium is not None
     limits = vision.limits.of_row(placed.medium.limits)
-    return RequestImage(partial(_load, placed, vision), limits.min_pixels, limits.max_pixels)
+    return RequestImage.within(partial(_load, placed, vision), limits.min_pixels, limits.max_pixels, vision)
 
 
 def resized_image(placed: PlacedMedium, vision: VisionProcessor) -> RequestImage:
     """Return an image of training's size. Engines have one limit for images and videos, which then changes none."""
-    return RequestImage(partial(_load_resized, placed, vision), 1, LARGEST)
+    return RequestImage.within(partial(_load_resized, placed, vision), 1, LARGEST, vision)
 
 
 def _load_resized(placed: PlacedMedium, vision: VisionProcessor) -> "Image":

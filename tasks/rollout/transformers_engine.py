@@ -103,7 +103,7 @@ class TransformersEngine:
 
     @cached_property
     def _image_inputs(self) -> ImageInputs:
-        return ImageInputs(self.folder, self.replica.model.config.image_token_id)
+        return ImageInputs(self.folder)
 
     def _expanded(self, requests: Sequence[Request]) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Return the prompts with all tokens of their images and videos, and the inputs of the images."""
@@ -128,8 +128,8 @@ class TransformersEngine:
         tokens: int64 [requests, longest]. images: as of `_expanded`
         """
         videos, media = [video for request in requests for video in request.videos], dict(images)
-        if images:
-            media["mm_token_type_ids"] = (tokens == self._image_inputs.token_id).int()
+        if images and (vision := self._image_inputs.vision).family.has_axes:
+            media["mm_token_type_ids"] = (tokens == vision.image_token_id).int()
         if videos:
             inputs = transformers_inputs([(video.plan, video.patches) for video in videos], tokens, videos[0].vision)
             inputs["mm_token_type_ids"] += media.get("mm_token_type_ids", 0)
@@ -142,7 +142,10 @@ class TransformersEngine:
         transformers would look for an image of each.
         """
         config, tokens, drawn = self.replica.model.config, list(document.tokens), dict[int, int]()
-        for token_id, media in ((config.image_token_id, document.images), (config.video_token_id, document.videos)):
+        for token_id, media in (
+            (config.image_token_id, document.images),
+            (getattr(config, "video_token_id", None), document.videos),
+        ):
             places = [place for place, token in enumerate(tokens) if token == token_id]
             drawn |= {place: tokens[place] for place in places[len(media) :]}
         for place in drawn:

@@ -58,9 +58,10 @@ def vllm_prompt(request: Request) -> dict[str, Any]:
         media["video"] = [video.frames for video in request.videos]
     if media:
         # The limits of a row are those of all its images; frames have training's size already.
-        least, most = (request.images[0].min_pixels, request.images[0].max_pixels) if request.images else (1, LARGEST)
-        prompt |= {
-            "multi_modal_data": media,
-            "mm_processor_kwargs": {"size": {"shortest_edge": least, "longest_edge": most}},
-        }
+        arguments = request.images[0].arguments if request.images else None
+        if arguments is None:
+            image = request.images[0] if request.images else None
+            least, most = (image.min_pixels, image.max_pixels) if image else (1, LARGEST)
+            arguments = {"size": {"shortest_edge": least, "longest_edge": most}}
+        prompt |= {"multi_modal_data": media, "mm_processor_kwargs": arguments}
     return prompt

@@ -239,7 +239,7 @@ class BatchLayout:
         for number, (row, start, document_media) in enumerate(
             zip(rows.tolist(), starts.tolist(), placed_media, strict=True)
         ):
-            if document_media:
+            if document_media and self.vision.family.has_axes:
                 length = batch.lengths[number]
                 placed = [(medium.place, medium.plan) for medium in document_media]
                 positions[:, row, start : start + length] = self.vision.rope_positions(length, placed)
@@ -252,7 +252,7 @@ class BatchLayout:
         token_rows, tokens = media.tokens(rows, starts)
         batch = replace(
             batch,
-            rope_positions=torch.from_numpy(np.ascontiguousarray(positions)),
+            rope_positions=torch.from_numpy(np.ascontiguousarray(positions)) if self.vision.family.has_axes else None,
             media=media.batch(owners[tokens], token_rows * local_length + index[tokens]),
         )
         return batch, documents

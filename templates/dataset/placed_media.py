@@ -1,12 +1,12 @@
 """Images and videos at their places in documents."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..formats.medium import Medium, json_source
+from ..formats.medium import MediaKind, Medium, json_source
 from ..json_types import Json
 from ..media.processor import MediaPlan
 
@@ -37,17 +37,15 @@ def expand(ids: np.ndarray, weights: np.ndarray, media: Sequence[PlacedMedium]) 
     return (ids, weights), placed
 
 
-def collapse(ids: Sequence[int], media: Sequence[PlacedMedium], video_token_id: int | None = None) -> list[int]:
+def collapse(ids: Sequence[int], media: Sequence[PlacedMedium], placeholders: Mapping[MediaKind, int]) -> list[int]:
     """Return the ids of an expanded document with one placeholder for each medium, as engines take it.
 
-    video_token_id: placeholder of a video; None: there are no videos
+    placeholders: the token of each kind of media
     """
     collapsed: list[int] = []
     start = 0
     for medium in media:
-        placeholder = ids[medium.place] if medium.plan.kind == "image" else video_token_id
-        assert placeholder is not None
-        collapsed += [*ids[start : medium.place], placeholder]
+        collapsed += [*ids[start : medium.place], placeholders[medium.plan.kind]]
         start = medium.place + medium.plan.length
     return [*collapsed, *ids[start:]]
 
@@ -68,25 +66,28 @@ def media_to_json(media: Iterable[PlacedMedium]) -> list[Json]:
         [
             *(placed.place, placed.number, [*placed.plan.grid], placed.plan.tokens),
             *(json_source(medium.source), medium.limits),
-            *([] if medium.kind == "image" else _video_to_json(placed.plan)),
+            *_expansion_to_json(placed.plan),
         ]
         for placed in media
         if (medium := placed.medium)
     ]
 
 
-def _video_to_json(plan: MediaPlan) -> list[Json]:
-    return [plan.time_step, None if plan.expansion is None else plan.expansion.tolist()]
+def _expansion_to_json(plan: MediaPlan) -> list[Json]:
+    """Return nothing, or the expansion, of an image; time step and expansion of a video."""
+    ids: Json = None if plan.expansion is None else plan.expansion.tolist()
+    if plan.kind == "video":
+        return [plan.time_step, ids]
+    return [] if ids is None else [ids]
 
 
 def media_from_json(rows: Iterable[Any]) -> list[PlacedMedium]:
     """Restore the media of `media_to_json`."""
     media: list[PlacedMedium] = []
-    for place, number, grid, tokens, source, limits, *video in rows:
-        plan, kind = MediaPlan("image", tuple(grid), tokens), "image"
-        if video:
-            (time_step, expansion), kind = video, "video"
-            ids = None if expansion is None else np.array(expansion, np.int32)
-            plan = MediaPlan("video", tuple(grid), tokens, time_step, ids)
+    for place, number, grid, tokens, source, limits, *others in rows:
+        kind: MediaKind = "video" if len(others) == 2 else "image"
+        *time_step, expansion = others or [None]
+        ids = None if expansion is None else np.array(expansion, np.int32)
+        plan = MediaPlan(kind, tuple(grid), tokens, *time_step, expansion=ids)
         media.append(PlacedMedium(place, number, plan, Medium(kind, source, limits)))
     return media

@@ -11,10 +11,7 @@ from ..media.processor import MediaPlan, VisionProcessor
 if TYPE_CHECKING:
     from torch import Tensor
 
-INPUTS: dict[MediaKind, tuple[str, str]] = {
-    "image": ("pixel_values", "image_grid_thw"),
-    "video": ("pixel_values_videos", "video_grid_thw"),
-}
+KINDS: tuple[MediaKind, ...] = ("image", "video")
 
 
 def transformers_inputs(
@@ -27,19 +24,22 @@ def transformers_inputs(
     """
     import torch
 
-    media, inputs = list(media), dict[str, Any]()
-    for kind, (values, grids) in INPUTS.items():
-        planned = [(plan, patches) for plan, patches in media if plan.kind == kind]
-        if not planned:
-            continue
-        inputs[values] = vision.normalize(torch.from_numpy(np.concatenate([patches for _, patches in planned])), kind)
-        inputs[grids] = torch.tensor([plan.grid for plan, _ in planned])
-        if kind == "video" and (rate := vision.tokens_per_second) is not None:
-            inputs["second_per_grid_ts"] = torch.tensor([plan.time_step / rate for plan, _ in planned])
-    if not inputs:
-        return {}
+    inputs: dict[str, Any] = {}
+    plans: dict[MediaKind, list[tuple[MediaPlan, np.ndarray]]] = {kind: [] for kind in KINDS}
+    for plan, patches in media:
+        plans[plan.kind].append((plan, patches))
+    if images := plans["image"]:
+        inputs |= vision.image_inputs([(plan.grid, patches) for plan, patches in images])
+    if videos := plans["video"]:
+        patches = torch.from_numpy(np.concatenate([patches for _, patches in videos]))
+        inputs["pixel_values_videos"] = vision.normalize(patches, "video")
+        inputs["video_grid_thw"] = torch.tensor([plan.grid for plan, _ in videos])
+        if (rate := vision.tokens_per_second) is not None:
+            inputs["second_per_grid_ts"] = torch.tensor([plan.time_step / rate for plan, _ in videos])
+    if not inputs or not vision.family.has_axes:
+        return inputs
     kinds = torch.zeros_like(tokens, dtype=torch.int32)
-    for number, (kind, (values, _)) in enumerate(INPUTS.items(), 1):  # transformers' numbers
-        if values in inputs:
+    for number, kind in enumerate(KINDS, 1):  # transformers' numbers
+        if plans[kind]:
             kinds[tokens == vision.placeholder_id(kind)] = number
     return inputs | {"mm_token_type_ids": kinds}

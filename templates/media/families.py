@@ -1,6 +1,7 @@
 """Families of vision-language models by the model_type of their config.json. Imports no torch.
 
-The processors of these families have one form, that of Qwen2-VL. To add such a family, add a row.
+Most processors of these families have one form, that of Qwen2-VL. To add such a family, add a row; image_rules.py has
+the other forms.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ class Placeholder(NamedTuple):
 
 QWEN_IMAGE = Placeholder("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 QWEN_VIDEO = Placeholder("<|vision_start|>", "<|video_pad|>", "<|vision_end|>")
+PIXTRAL_IMAGE = Placeholder("", "[IMG]", "")
+INTERN_IMAGE = Placeholder("", "<IMG_CONTEXT>", "")
 GLM_IMAGE = Placeholder("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
 
 
@@ -33,6 +36,9 @@ class VisionFamily:
     counts_frames: the checkpoint's limits of an image count each of its pixels once for each frame of a patch of time,
     and an image with a side below a visual token's grows first
     tower_mlp: key of vision_config that has the width of the tower's MLPs
+    has_axes: visual tokens have positions in time, height and width; else each token has one
+    processor: form of the processor: Qwen2-VL's; Pixtral's, which has tokens between the rows of an image; InternVL's,
+    which cuts images into tiles
     """
 
     norm_bbox: Literal["norm1000", "none"]
@@ -42,9 +48,18 @@ class VisionFamily:
     video: Placeholder | None = QWEN_VIDEO
     counts_frames: bool = False
     tower_mlp: str = "intermediate_size"
+    has_axes: bool = True
+    processor: Literal["qwen2_vl", "pixtral", "internvl"] = "qwen2_vl"
+
+    @property
+    def has_video_processor(self) -> bool:
+        """Whether the settings of a processor of videos are read."""
+        return self.processor == "qwen2_vl"
 
 
 GLM = VisionFamily("norm1000", image=GLM_IMAGE, video=None, counts_frames=True, tower_mlp="out_hidden_size")
+MISTRAL = VisionFamily("norm1000", image=PIXTRAL_IMAGE, video=None, has_axes=False, processor="pixtral")
+INTERN = VisionFamily("norm1000", image=INTERN_IMAGE, video=None, has_axes=False, processor="internvl")
 FAMILIES = {
     "qwen2_vl": VisionFamily("norm1000"),
     "qwen2_5_vl": VisionFamily("none"),
@@ -55,10 +70,12 @@ FAMILIES = {
     "glm4v": GLM,
     "glm4v_moe": GLM,
     "glm46v": GLM,
+    "mistral3": MISTRAL,
+    "internvl": INTERN,
 }
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "temporal_patch_size", "tokens_per_second"
-TOKEN_SETTINGS = "image_token_id", "video_token_id"
+TOKEN_SETTINGS = "image_token_id", "image_token_index", "video_token_id", "spatial_merge_size", "downsample_ratio"
 
 
 def differing_setting(config: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:

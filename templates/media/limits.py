@@ -88,22 +88,31 @@ def requested_values(options: MediaOptions) -> dict[str, Any]:
 
 
 def resolve_limits(
-    options: MediaOptions, image: Mapping[str, Any], video: Mapping[str, Any], token_pixels: int, *, video_volume: bool
+    options: MediaOptions,
+    image: tuple[int | None, int],
+    video: Mapping[str, Any] | None,
+    token_pixels: int,
+    *,
+    video_volume: bool,
 ) -> MediaLimits:
     """Return the limits by --max_pixels, then --model_kwargs, then the environment, then the checkpoint.
 
-    image, video: configs of the checkpoint's image and video processor
+    image: fewest and most pixels of an image by the checkpoint; None: they have no smallest size
+    video: config of the checkpoint's video processor; None: it has none
     token_pixels: pixels of a visual token
     Raises ValueError, naming the flag or variable.
     """
-    values = requested_values(options)
+    values, video = requested_values(options), video or {"size": dict.fromkeys(("shortest_edge", "longest_edge"), 1)}
+    least, most = image
+    if least is None and (names := sorted(values.keys() & {"MIN_PIXELS", "IMAGE_MIN_TOKEN_NUM"})):
+        raise ValueError(f"{names[0]} {values[names[0]]}: images of this model have no smallest size. Remove it.")
 
     def pixels(prefix: str, tokens: str, default: int | None) -> int | None:
         if prefix in values:
             return values[prefix]
         return values[tokens] * token_pixels if tokens in values else default
 
-    max_pixels = pixels("MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM", image["size"]["longest_edge"]) or 0
+    max_pixels = pixels("MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM", most) or 0
     if options.max_pixels is not None:
         max_pixels = min(max_pixels, options.max_pixels)
     total = values.get("VIDEO_TOTAL_PIXELS")
@@ -122,7 +131,7 @@ def resolve_limits(
         if total is None and is_capped:
             total = int(video["max_video_tokens"] * token_pixels * 0.9)
     limits = MediaLimits(
-        min_pixels=pixels("MIN_PIXELS", "IMAGE_MIN_TOKEN_NUM", image["size"]["shortest_edge"]) or 0,
+        min_pixels=pixels("MIN_PIXELS", "IMAGE_MIN_TOKEN_NUM", least or 1) or 0,
         max_pixels=max_pixels,
         video_min_pixels=video_min,
         video_max_pixels=video_max,

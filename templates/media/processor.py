@@ -5,7 +5,6 @@ Patches are uint8: the device subtracts `mean` and divides by `std`, which gives
 families.py lists the families.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
@@ -21,16 +20,24 @@ from ..options import MediaOptions
 from ..tokenizer import Tokenizer
 from .families import FAMILIES, QWEN_VIDEO
 from .feature_cache import FeatureFiles
+from .image_rules import Grid, grown, smart_resize
 from .images import image_size, open_image
 from .limits import MediaLimits, requested_values, resolve_limits
+from .processor_files import (
+    PROCESSOR_FILES,
+    chat_template,
+    image_rules,
+    load_processors,
+    read_json,
+    token_id,
+    video_config,
+)
 from .videos import VideoInfo, read_frames, sample_even, sample_floor, video_info
 
 if TYPE_CHECKING:
     import torch
 
-Grid = tuple[int, int, int]  # time, height and width in patches
 CHANNELS = 3
-PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # torchvision's names of PIL's numbers
 
 
@@ -68,56 +75,54 @@ class VisionProcessor:
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, options: MediaOptions):
-        config = _read(folder / "config.json")
+        config = read_json(folder / "config.json")
         self.model_type: str = config["model_type"]
         self.family = FAMILIES[self.model_type]
         self._sample = sample_even if self.family.has_timestamps else sample_floor
         self.allow_private = options.allow_private_media_urls
-        image, video = _load_processors(folder)
-        self.patch_size: int = image.patch_size
-        self.merge_size: int = image.merge_size
-        self.temporal_patch_size: int = image.temporal_patch_size
+        image, video = load_processors(folder, has_videos=self.family.has_video_processor)
+        self._rules = image_rules(folder, self.family, image, tokenizer)
+        self.patch_size, self.merge_size = self._rules.patch_size, self._rules.merge_size
+        self.temporal_patch_size = self._rules.temporal_patch_size
         self.resample = int(image.resample)
         self.mean = tuple(float(value) for value in image.image_mean)  # of values from 0 to 1
         self.std = tuple(float(value) for value in image.image_std)
-        configs = [
-            {**vars(processor), "size": {edge: processor.size[edge] for edge in ("shortest_edge", "longest_edge")}}
-            for processor in (image, video)
-        ]
-        if self.family.counts_frames:
-            size, frames = configs[0]["size"], self.temporal_patch_size
-            least, most = size["shortest_edge"], size["longest_edge"]
-            configs[0]["size"] = {"shortest_edge": -(-least // frames), "longest_edge": most // frames}
-        for name in ("fps", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens"):
-            configs[1][name] = getattr(video, name, None)
         self.limits = resolve_limits(
-            options, configs[0], configs[1], self.factor**2, video_volume=self.family.has_timestamps
+            options,
+            (self._rules.least_pixels, self._rules.most_pixels),
+            video_config(video),
+            self.factor**2,
+            video_volume=self.family.has_timestamps,
         )
         self.norm_bbox = options.norm_bbox or self.family.norm_bbox
         self.bbox_format = requested_values(options).get("QWENVL_BBOX_FORMAT", "legacy")
-        self.image_token_id: int = config.get("image_token_id") or _token_id(tokenizer, self.family.image.repeated)
+        self.image_token_id: int = (
+            config.get("image_token_id")
+            or config.get("image_token_index")
+            or token_id(tokenizer, self.family.image.repeated)
+        )
         self.video_token_id: int | None = None
         if video_placeholder := self.family.video:
-            self.video_token_id = config.get("video_token_id") or _token_id(tokenizer, video_placeholder.repeated)
+            self.video_token_id = config.get("video_token_id") or token_id(tokenizer, video_placeholder.repeated)
         self._vision: Mapping[str, Any] = config.get("vision_config") or {}
         # Time between patches of time of a video in positions, per second. Qwen2-VL has none.
         self.tokens_per_second = self._vision.get("tokens_per_second", 4) if self.model_type == "qwen2_5_vl" else None
         self._tokenizer = tokenizer
         self._timestamps: dict[str, list[int]] = {}
-        self.chat_template = _chat_template(folder)
+        self.chat_template = chat_template(folder)
         self.feature_files: FeatureFiles | None = None  # cached features of the run's tower (--precompute_features)
 
     @classmethod
     def open(cls, folder: Path, tokenizer: Tokenizer, options: MediaOptions) -> "VisionProcessor | None":
         """Return the processor of a checkpoint; None if its model_type has none here, or the folder has none."""
-        is_known = _read(folder / "config.json").get("model_type") in FAMILIES
+        is_known = read_json(folder / "config.json").get("model_type") in FAMILIES
         has_files = any((folder / name).is_file() for name in PROCESSOR_FILES)
         return cls(folder, tokenizer, options) if is_known and has_files else None
 
     @property
     def factor(self) -> int:
         """Side of a visual token in pixels."""
-        return self.patch_size * self.merge_size
+        return self._rules.factor
 
     @property
     def fingerprint(self) -> list[Any]:
@@ -136,6 +141,12 @@ class VisionProcessor:
 
     def _refusal(self, kind: MediaKind) -> str:
         return f"it has {kind}s, which are not supported with {self.model_type}"
+
+    @property
+    def placeholders(self) -> dict[MediaKind, int]:
+        """Tokens that stand for the kinds of media that the model takes."""
+        tokens: dict[MediaKind, int | None] = {"image": self.image_token_id, "video": self.video_token_id}
+        return {kind: token for kind, token in tokens.items() if token is not None}
 
     @property
     def placeholder_ids(self) -> list[int]:
@@ -160,9 +171,7 @@ class VisionProcessor:
         """Return the size of an image or video, from its header. Raises UnusableRow with the reason."""
         limits = self.limits.of_row(medium.limits)
         if medium.kind == "image":
-            height, width = self.resized(*image_size(medium.source, allow_private=self.allow_private), limits)
-            grid = 1, height // self.patch_size, width // self.patch_size
-            return MediaPlan("image", grid, self.tokens(grid))
+            return self.plan_image(*image_size(medium.source, allow_private=self.allow_private), limits)
         info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
         indices = self._sample(info, limits, self.temporal_patch_size)
         height, width = self._resized_frame(len(indices), info.height, info.width, limits)
@@ -179,6 +188,23 @@ class VisionProcessor:
             expansion = self._with_timestamps(grid, indices, info.fps)
             return MediaPlan("video", grid, self.tokens(grid), expansion=expansion)
         return MediaPlan("video", grid, self.tokens(grid), self._time_step(info, len(indices)))
+
+    def plan_image(self, height: int, width: int, limits: MediaLimits) -> MediaPlan:
+        """Return the size of an image of this height and width. Raises UnusableRow with the reason."""
+        grid = self._rules.grid(height, width, limits)
+        return MediaPlan("image", grid, self.tokens(grid), expansion=self._rules.expansion(grid))
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        """Return the arguments of transformers' image processor for these limits of an image."""
+        return self._rules.processor_arguments(min_pixels, max_pixels)
+
+    def image_inputs(self, images: "Sequence[tuple[Grid, np.ndarray]]") -> "dict[str, torch.Tensor]":
+        """Return the inputs of transformers' model for some images. images: grid and decoded patches of each"""
+        import torch
+
+        return self._rules.inputs(
+            [(grid, self.normalize(torch.from_numpy(patches), "image")) for grid, patches in images]
+        )
 
     def tokens(self, grid: Grid) -> int:
         """Return the number of visual tokens of a grid."""
@@ -203,18 +229,20 @@ class VisionProcessor:
         return self._cut(frames, self.temporal_patch_size)
 
     def resized_image(self, medium: Medium, grid: Grid) -> "torch.Tensor":
-        """Return the pixels of a planned image: uint8 [1, 3, height, width]. Raises UnusableRow."""
+        """Return the pixels of a planned image: uint8 [tiles or 1, 3, height, width]. Raises UnusableRow."""
         import torch
 
         image = open_image(medium.source, allow_private=self.allow_private)
-        return self._resize(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None], grid)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+        return self._rules.frames(pixels, grid, self.limits.of_row(medium.limits), self._resize)
 
     def sampled_frames(self, medium: Medium, grid: Grid) -> SampledVideo:
         """Return a planned video's frames. Raises UnusableRow."""
         limits = self.limits.of_row(medium.limits)
         info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
         indices = self._sample(info, limits, self.temporal_patch_size)
-        frames = self._resize(read_frames(medium.source, indices, allow_private=self.allow_private), grid)
+        frames = read_frames(medium.source, indices, allow_private=self.allow_private)
+        frames = self._resize(frames, grid[1] * self.patch_size, grid[2] * self.patch_size)
         return SampledVideo(frames, indices, info)
 
     def normalize(self, patches: "torch.Tensor", kind: MediaKind) -> "torch.Tensor":
@@ -271,7 +299,8 @@ class VisionProcessor:
     def cost(self, grid: Grid) -> int:
         """Return the relative time to encode a medium: products of matrices, and attention within frames or windows."""
         vision = self._vision
-        depth, hidden = vision.get("depth", 32), vision.get("embed_dim") or vision.get("hidden_size", 1280)
+        depth = vision.get("depth") or vision.get("num_hidden_layers", 32)
+        hidden = vision.get("embed_dim") or vision.get("hidden_size", 1280)
         inner = vision.get(self.family.tower_mlp) or int(hidden * vision.get("mlp_ratio", 4))
         time, height, width = grid
         frame, patches = height * width, time * height * width
@@ -284,49 +313,27 @@ class VisionProcessor:
         return patches * (matrices + attention)
 
     def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
-        """Return the size of an image after resizing, as transformers' `smart_resize` of Qwen2-VL or GLM-4V."""
-        if self.family.counts_frames:
-            height, width = self._grown(height, width)
-        return self._smart_resize(1, 1, height, width, limits.min_pixels, limits.max_pixels, limits.max_ratio)
+        """Return the size of an image after resizing. Raises UnusableRow with the reason."""
+        return self._rules.resized(height, width, limits)
 
     def _resized_frame(self, frames: int, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
         """Return the size of a video's frames after resizing, as `smart_resize` of Qwen2-VL or Qwen3-VL."""
-        least, most = limits.video_min_pixels, limits.video_max_pixels
+        least, most, max_ratio = limits.video_min_pixels, limits.video_max_pixels, limits.max_ratio
         if not limits.video_volume:
             if total := limits.video_total_pixels:
                 most = max(min(most, total * self.temporal_patch_size // frames), int(least * 1.05))
-            return self._smart_resize(1, 1, height, width, least, most, limits.max_ratio)
+            return smart_resize(height, width, self.factor, least, most, max_ratio=max_ratio)
         if limits.frame_min_pixels:
             least = limits.frame_min_pixels * frames
         if limits.frame_max_pixels:
             most = max(min(limits.frame_max_pixels, most // frames), int(limits.video_min_pixels * 1.05)) * frames
         if frames < self.temporal_patch_size:
             raise UnusableRow(f"a video has fewer than {self.temporal_patch_size} frames")
-        height, width = self._grown(height, width)
+        height, width = grown(height, width, self.factor)
         time = round(frames / self.temporal_patch_size) * self.temporal_patch_size
-        return self._smart_resize(frames, time, height, width, least, most, limits.max_ratio)
-
-    def _grown(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size at which no side is below that of a visual token."""
-        if min(height, width) >= self.factor:
-            return height, width
-        scale = max(self.factor / height, self.factor / width)
-        return int(height * scale), int(width * scale)
-
-    def _smart_resize(
-        self, frames: int, time: int, height: int, width: int, least: int, most: int, max_ratio: float
-    ) -> tuple[int, int]:
-        factor = self.factor
-        if max(height, width) / min(height, width) > max_ratio:
-            raise UnusableRow(f"an image or video is more than {max_ratio:g} times as long as it is wide (or high)")
-        new_height, new_width = (round(side / factor) * factor for side in (height, width))
-        if time * new_height * new_width > most:
-            shrink = math.sqrt(frames * height * width / most)
-            return tuple(max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))  # type: ignore[return-value]
-        if time * new_height * new_width < least:
-            growth = math.sqrt(least / (frames * height * width))
-            return tuple(math.ceil(side * growth / factor) * factor for side in (height, width))  # type: ignore[return-value]
-        return new_height, new_width
+        return smart_resize(
+            height, width, self.factor, least, most, max_ratio=max_ratio, frames=frames, rounded_frames=time
+        )
 
     def _with_timestamps(self, grid: Grid, indices: Sequence[int], fps: float) -> np.ndarray:
         """Return the ids of a video whose patches of time follow their times as text."""
@@ -350,13 +357,12 @@ class VisionProcessor:
         # transformers passes the seconds of a patch of time as fp32, and cuts them to whole ones.
         return int(self.tokens_per_second * int(np.float32(self.temporal_patch_size / sampled_fps)))
 
-    def _resize(self, frames: "torch.Tensor", grid: Grid) -> "torch.Tensor":
+    def _resize(self, frames: "torch.Tensor", height: int, width: int) -> "torch.Tensor":
         """Resize frames as transformers' torchvision processors do: uint8 [frames, channels, height, width]."""
         from torchvision.transforms.v2 import functional
 
-        size = grid[1] * self.patch_size, grid[2] * self.patch_size
         interpolation = INTERPOLATIONS[self.resample]
-        return functional.resize(frames, [*size], interpolation=functional.InterpolationMode(interpolation))
+        return functional.resize(frames, [height, width], interpolation=functional.InterpolationMode(interpolation))
 
     def _cut(self, frames: "torch.Tensor", depth: int) -> np.ndarray:
         """Return the patches of frames in the order of the tower: those of a visual token follow each other."""
@@ -366,44 +372,3 @@ class VisionProcessor:
         cut = frames.reshape(*shape, width // patch // merge, merge, patch)
         # [time, height, width, height in token, width in token, channel, depth, height in patch, width in patch]
         return cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, channels * depth * patch * patch).numpy()
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read ({error}). Copy it again from the original checkpoint.") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _token_id(tokenizer: Tokenizer, token: str) -> int:
-    ids = tokenizer.encode(token, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ValueError(f"the tokenizer has no {token}, which stands for media. Copy its files from the original.")
-    return ids[0]
-
-
-def _load_processors(folder: Path) -> tuple[Any, Any]:
-    """Return transformers' image and video processor of a checkpoint, of which the settings are read."""
-    from transformers import AutoImageProcessor, AutoVideoProcessor
-
-    loaded = []
-    for kind in (AutoImageProcessor, AutoVideoProcessor):
-        try:
-            loaded.append(kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
-        except Exception as error:  # transformers raises many types
-            reason = str(error).strip().partition("\n")[0]
-            raise ValueError(
-                f"{folder}: its processor of images cannot be read ({reason}). Copy preprocessor_config.json, "
-                "processor_config.json and video_preprocessor_config.json, as far as the original checkpoint has them."
-            ) from error
-    return loaded[0], loaded[1]
-
-
-def _chat_template(folder: Path) -> str | None:
-    """Return the chat template of a processor in its earlier form, which goes before the tokenizer's."""
-    file = folder / "chat_template.json"
-    if (folder / "chat_template.jinja").is_file() or not file.is_file():
-        return None
-    template = _read(file).get("chat_template")
-    return template if isinstance(template, str) else None

@@ -20,8 +20,11 @@ CASES = {
     "DP2, streamed": (f"{LAYOUTS['DP2']} {ALL} --streaming true", False),
     "GLM-4V, CP2, megatron-core's format": (f"--context_parallel_size 2 {ALL} --save_safetensors false", False),
     "Qwen3.5, TP2": (f"{LAYOUTS['TP2']} {ALL}", False),
+    "InternVL, TP2": (f"{LAYOUTS['TP2']} {ALL} --streaming true", False),
+    "Mistral 3, PP2, megatron-core's format": (f"{LAYOUTS['PP2']} {ALL} --save_safetensors false", False),
 }
-MODELS = {"GLM-4V": "glm4v", "Qwen3.5": "qwen3_5"}  # keyed by the beginning of a case's name; other cases have Qwen3-VL
+# Keyed by the beginning of a case's name; other cases have Qwen3-VL.
+MODELS = {"GLM-4V": "glm4v", "Qwen3.5": "qwen3_5", "Mistral 3": "mistral3", "InternVL": "internvl"}
 
 
 @pytest.fixture(scope="module")

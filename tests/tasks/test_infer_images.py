@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from tests.tiny_vision import picture
 
 pytestmark = pytest.mark.slow
 FAMILIES = "qwen2_5_vl", "qwen3_vl"
-FURTHER = "qwen3_5", "glm4v"
+FURTHER = "qwen3_5", "glm4v", "mistral3", "internvl"
+IMAGES_ONLY = "glm4v", "mistral3", "internvl"
 NEW_TOKENS = 10
 
 
@@ -37,7 +39,7 @@ def pictures(tmp_path_factory):
 
 
 def rows_of(model, pictures):
-    """Rows with 0, 1 and 3 images, of different lengths, and one with a video beside an image (not of GLM-4V)."""
+    """Rows with 0, 1 and 3 images, of different lengths, and one with a video beside an image, where there are any."""
     images, frames = pictures
     block = {"type": "image_url", "image_url": {"url": images[0]}}
     rows: list[dict] = [
@@ -46,7 +48,7 @@ def rows_of(model, pictures):
         {"query": "a<image>b<image> c <image>", "images": images[1:]},
         {"messages": [{"role": "user", "content": [block, {"type": "text", "text": "what colour is it?"}]}]},
     ]
-    if not model.name.startswith("glm"):
+    if not model.name.startswith(IMAGES_ONLY):
         rows.append({"query": "<video>what is <image>?", "images": images[3:], "videos": [frames]})
     return rows
 
@@ -61,7 +63,11 @@ def expected(folder, row, adapter=None, max_pixels=None):
     processor = AutoProcessor.from_pretrained(folder)
     if max_pixels:
         frames = 2 if folder.name.startswith("glm") else 1  # GLM counts each pixel once for each frame
-        processor.image_processor.size["longest_edge"] = max_pixels * frames
+        edge = math.isqrt(max_pixels) if folder.name.startswith("mistral3") else max_pixels * frames
+        if folder.name.startswith("internvl"):
+            processor.image_processor.max_patches = max_pixels // 56**2
+        else:
+            processor.image_processor.size["longest_edge"] = edge
     network = AutoModelForImageTextToText.from_pretrained(folder).eval()
     network = PeftModel.from_pretrained(network, adapter) if adapter else network
     text = row.get("query") or "<image>what colour is it?"

@@ -68,11 +68,12 @@ def test_what_is_read_is_not_written_back(folder):
 
 def test_written_files_are_read_by_the_library(tmp_path):
     """Each tensor in its own dtype, and whole or in runs."""
-    shapes = {"w": (3, 5), "b": (7,), "none": (0, 2), "stack": (2, 3, 4)}
+    shapes = {"w": (3, 5), "b": (7,), "none": (0, 2), "stack": (2, 3, 4), "strided": (0,)}
     forms = {
         name: TensorSpec(torch.float32 if name == "b" else torch.bfloat16, shape) for name, shape in shapes.items()
     }
     given = {name: torch.randn(shape) for name, shape in shapes.items()}
+    given["strided"] = torch.empty_strided((0,), (0,))
     runs = [(name, run) for name, tensor in given.items() for run in (tensor if name == "stack" else [tensor])]
     write_shard(tmp_path / "part", forms, iter(runs))
     finish_shards(tmp_path, [("part", forms)])

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests import tiny
+from tests.bridge.families.published import MODELS
 
 # What a family asks for by name, where transformers' config has no default, or one that makes no model.
 ASKED = {
@@ -250,11 +251,42 @@ def test_older_names_of_gemmas_ropes():
 
 
 def test_unknown_architecture():
-    known = "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM, "
+    known = "Qwen2ForCausalLM, InternVLForConditionalGeneration, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
     with pytest.raises(ValueError, match=rf"architecture BertForMaskedLM, which .* It supports: {known}"):
         family_of({"architectures": ["BertForMaskedLM"], "model_type": "bert"})
     with pytest.raises(ValueError, match=r"model_type None, which"):
         family_of({})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "tower", "said"),
+    [
+        (
+            "Mistral-Small-3.1-24B-Instruct-2503",
+            {"vision_feature_layer": -2},
+            {},
+            "vision_feature_layer -2; .* -1 only",
+        ),
+        (
+            "Mistral-Small-3.1-24B-Instruct-2503",
+            {},
+            {"patch_size": [14, 14]},
+            r"patch_size \[14, 14\]: patches are squares",
+        ),
+        ("Ministral-3-3B-Base-2512", {}, {"attention_dropout": 0.1}, "attention_dropout 0.1; .* 0 only"),
+        ("Ministral-3-3B-Base-2512", {}, {"model_type": "siglip"}, "model_type 'siglip'; .* 'pixtral' only"),
+        ("InternVL3_5-8B-HF", {}, {"use_qk_norm": True}, "use_qk_norm True; .* False only"),
+        ("InternVL3_5-8B-HF", {}, {"image_size": [448, 224]}, r"image_size \[448, 224\]: only squares"),
+        ("InternVL3_5-8B-HF", {"downsample_ratio": 0.25}, {}, "downsample_ratio 0.25; .* 0.5 only"),
+    ],
+)
+def test_towers_that_are_not_supported(name, changes, tower, said):
+    """Refused by name, and by images alone: the language model trains."""
+    config = MODELS[name].config | changes
+    config |= {"vision_config": config["vision_config"] | tower}
+    family_of(config).describe(config)
+    with pytest.raises(ValueError, match=said):
+        family_of(config).describe(config, vision=True)
 
 
 def test_text_models_of_one_vision_language_architecture():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from megaswift.bridge.checkpoint.conversion_report import unmapped_reasons
 from megaswift.bridge.checkpoint.passthrough import passthrough_names
+from megaswift.bridge.checkpoint.vision import TOWER_PARTS
 from megaswift.bridge.families import family_of
 from megaswift.bridge.layers.rope import make_rotary_rule
 from megaswift.bridge.layers.vision_tower import VisionPart
@@ -174,6 +175,7 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"text_config": text} if "text_config" in config else text
 
 
+TOWERS = [name for name, model in MODELS.items() if family_of(model.config).vision and "vision_config" in model.config]
 # Whose text models transformers makes within a vision-language model only.
 VISION_LANGUAGE = [name for name, model in MODELS.items() if re.search("_vl_|glm4v", model.family)]
 
@@ -225,7 +227,11 @@ def test_vision_language_models_are_those_of_transformers(name):
     check_ropes(about, model.model.language_model.rotary_emb, theirs.text_config)
 
 
-@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if family_of(model.config).vision])
+def is_of_tower(name: str) -> bool:
+    return any(part in name for part in TOWER_PARTS)
+
+
+@pytest.mark.parametrize("name", TOWERS)
 def test_towers_are_those_of_transformers(name):
     """Of the tower: the shapes of our modules, by the names of the table."""
     config = cut(MODELS[name].config)
@@ -235,7 +241,7 @@ def test_towers_are_those_of_transformers(name):
     with torch.device("meta"):
         theirs = CONFIG_MAPPING[config["model_type"]].from_dict(config)
         model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(theirs)](theirs)
-    tower = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items() if "visual." in key}
+    tower = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items() if is_of_tower(key)}
     settings: Any = SimpleNamespace(params_dtype=torch.bfloat16, attention_kernel="torch")
     shapes = {
         key: tuple(p.shape) for key, p in VisionPart(about.vision, settings, torch.device("meta")).named_parameters()
@@ -247,6 +253,25 @@ def test_towers_are_those_of_transformers(name):
             found |= entry.hf_shapes(shape, entry.spans(shape, 1, about))
     assert not shapes
     assert found == tower
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("Mistral-Small-3.1-24B-Instruct-2503", 24011361280),
+        ("Ministral-3-3B-Base-2512", 3849090048),
+        ("InternVL3_5-8B-HF", 8528318464),
+    ],
+)
+def test_parameters_of_whole_models(name, published):
+    """What the hub counts in the files, towers included."""
+    about, found = text_model(name)
+    vision = family_of(MODELS[name].config).describe(MODELS[name].config, vision=True).vision
+    assert vision is not None
+    settings: Any = SimpleNamespace(params_dtype=torch.bfloat16, attention_kernel="torch")
+    tower = VisionPart(vision, settings, torch.device("meta"))
+    assert count(found.values()) + sum(p.numel() for p in tower.parameters()) == published
+    assert about.tied == name.startswith("Ministral")
 
 
 def check_ropes(about: Architecture, rotary: Any, config: Any) -> None:

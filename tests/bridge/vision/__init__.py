@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tests.bridge.families import ACCOUNTED, CP, EP, LAYOUT, PP, ROPE, SHARED, SP, TP, VPP
+from tests.bridge.families import ACCOUNTED, CP, EP, LAYOUT, PP, ROPE, SHARED, SP, TP, VPP, YARN
 
 IMAGE, VIDEO, START, END = 250, 251, 252, 253  # token ids
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
@@ -110,6 +110,67 @@ def glm4v_moe() -> Any:
     )
 
 
+# Mistral 3: the frequencies of height and width differ, and the merger has a layer of its own for each square.
+BREAK = 254
+VISION_PIXTRAL = {
+    "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 40, "hidden_act": "silu", "rope_parameters": AXIAL,
+}  # fmt: skip
+
+
+def _mistral3(text: dict[str, Any], **settings: Any) -> Any:
+    from transformers import Mistral3Config
+
+    settings = {"tie_word_embeddings": False, "image_token_index": IMAGE} | settings
+    return Mistral3Config(text_config=TEXT | {"head_dim": 16} | text, vision_config=VISION_PIXTRAL, **settings)
+
+
+def mistral3() -> Any:
+    return _mistral3({"model_type": "mistral", "rope_parameters": ROPE, "sliding_window": 29})
+
+
+def ministral3() -> Any:
+    """With biases in its projector."""
+    rope = YARN | {"llama_4_scaling_beta": 0.6, "mscale": 0.9, "mscale_all_dim": 0.6}
+    return _mistral3({"model_type": "ministral3", "rope_parameters": rope}, multimodal_projector_bias=True)
+
+
+# InternVL: tiles of four squares, each with a class token.
+TILE = 4  # patches on a side
+VISION_INTERN = {
+    "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 4 * TILE, "attention_bias": True, "layer_scale_init_value": 1.0,
+}  # fmt: skip
+
+
+def _internvl(kind: str, text: dict[str, Any], **vision: Any) -> Any:
+    from transformers import InternVLConfig
+
+    return InternVLConfig(
+        text_config=TEXT | {"head_dim": 16, "model_type": kind, "rope_parameters": ROPE} | text,
+        vision_config=VISION_INTERN | vision,
+        image_token_id=IMAGE,
+        image_seq_length=TILE**2 // 4,
+        tie_word_embeddings=kind == "qwen2",
+    )
+
+
+def internvl_qwen2() -> Any:
+    return _internvl("qwen2", {}, norm_type="rms_norm")
+
+
+def internvl_qwen3() -> Any:
+    return _internvl("qwen3", {})
+
+
+def internvl_qwen3_moe() -> Any:
+    experts = {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "norm_topk_prob": True,
+    }  # fmt: skip
+    return _internvl("qwen3_moe", experts, attention_bias=False)
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
@@ -119,6 +180,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_5_moe": qwen3_5_moe,
     "glm4v": glm4v,
     "glm4v_moe": glm4v_moe,
+    "mistral3": mistral3,
+    "ministral3": ministral3,
+    "internvl_qwen2": internvl_qwen2,
+    "internvl_qwen3": internvl_qwen3,
+    "internvl_qwen3_moe": internvl_qwen3_moe,
 }
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -142,5 +208,3 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "TP2 SP PP2 recompute": {TP: 2, SP: True, PP: 2, **FULL},
     },
 }
-
-PATCHES = 24 + 4 + 24 + 16 + 32 + 16 + 36  # of all documents of reference.py

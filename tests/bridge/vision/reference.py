@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from tests.bridge.families.reference import (
     _write,
     routing_margins,
 )
-from tests.bridge.vision import END, FAMILIES, IMAGE, START, VIDEO
+from tests.bridge.vision import BREAK, END, FAMILIES, IMAGE, START, TILE, VIDEO
 from tests.tiny_vision import mean_of
 
 MERGE, PATCH, FRAMES, CHANNELS = 2, 4, 2, 3
@@ -37,9 +38,8 @@ STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")  # names of all experts
 class MediaDocument:
     ids: np.ndarray  # [length]
     weights: np.ndarray  # [length] float32
-    positions: Tensor  # [3, length]: transformers'
+    positions: Tensor | None  # [3, length]: transformers'; None: a token has one
     grids: list[tuple[int, int, int]]
-    places: list[int]  # first visual token of each medium
     kinds: list[int]  # [length] 1: token of an image, 2: of a video
     pixels: list[Tensor]  # uint8 [patches, channels * frames * area], frames: 1 of an image
 
@@ -50,10 +50,12 @@ def documents(model: Any) -> list[list[MediaDocument]]:
 
 
 def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDocument:
+    if form(model):
+        return _document_of_images(parts, rng, form(model))
     is_glm = model.config.model_type.startswith("glm")  # the token of videos is that of images
     ids: list[int] = []
     kinds: list[int] = []
-    grids, places, pixels = [], [], []
+    grids, pixels = [], []
     for part in parts:
         if isinstance(part, int):
             ids += rng.integers(3, 240, part).tolist()
@@ -65,7 +67,6 @@ def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDo
         frames = 1 if time == 1 else FRAMES
         tokens = height * width // MERGE**2
         blocks = [time * tokens] if not _splits_frames(model) else [tokens] * time
-        places.append(len(ids) + 1)
         for block in blocks:
             ids += [START, *[IMAGE if time == 1 or is_glm else VIDEO] * block, END]
             kinds += [0, *[1 if time == 1 else 2] * block, 0]
@@ -73,12 +74,56 @@ def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDo
         shape = time * height * width, CHANNELS * frames * PATCH**2
         pixels.append(torch.from_numpy(rng.integers(0, 256, shape).astype(np.uint8)))
     weights = (rng.random(len(ids)) < 0.7).astype(np.float32) * (np.array(kinds) == 0)
-    document = MediaDocument(np.array(ids), weights, torch.empty(0), grids, places, kinds, pixels)
+    document = MediaDocument(np.array(ids), weights, torch.empty(0), grids, kinds, pixels)
     positions, _ = model.model.get_rope_index(
         torch.tensor([ids]), torch.tensor([kinds], dtype=torch.int32), **_grids(document)
     )
     document.positions = positions[:, 0]
     return document
+
+
+def form(model: Any) -> str:
+    """How a model takes images: as "rows" with a token behind each, as "tiles", or as patches alone (empty)."""
+    return {"mistral3": "rows", "internvl": "tiles"}.get(model.config.model_type, "")
+
+
+def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str) -> MediaDocument:
+    """A document whose videos are images of as many patches, or about as many tiles."""
+    ids: list[int] = []
+    document = MediaDocument(np.empty(0), np.empty(0), None, [], [], [])
+    for part in parts:
+        if isinstance(part, int):
+            ids += rng.integers(3, 240, part).tolist()
+            continue
+        time, height, width = 1, part[1], part[0] * part[2]
+        if form == "tiles":
+            time, height, width = max(height * width // TILE**2, 1), TILE, TILE
+            ids += [START, *[IMAGE] * (time * TILE**2 // MERGE**2), END]
+        else:
+            for row in range(height // MERGE):
+                ids += [IMAGE] * (width // MERGE) + [BREAK if row + 1 < height // MERGE else END]
+        document.grids.append((time, height, width))
+        pixels = rng.integers(0, 256, (time * height * width, CHANNELS * PATCH**2))
+        document.pixels.append(torch.from_numpy(pixels.astype(np.uint8)))
+    document.ids = np.array(ids)
+    is_text = ~np.isin(document.ids, [IMAGE, BREAK, START, END])
+    document.weights = (rng.random(len(ids)) < 0.7).astype(np.float32) * is_text
+    return document
+
+
+def model_inputs(document: MediaDocument) -> dict[str, Tensor]:
+    """Images of rows as transformers' processor gives them, padded to one size, or tiles."""
+    images: list[Tensor] = []
+    for (time, height, width), pixels in zip(document.grids, document.pixels, strict=True):
+        squares = (pixels.float() / 255 - 0.5) / 0.5
+        squares = squares.view(time, height // MERGE, width // MERGE, MERGE, MERGE, CHANNELS, PATCH, PATCH)
+        images += squares.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(time, CHANNELS, height * PATCH, width * PATCH)
+    if START in document.ids:
+        return {"pixel_values": torch.stack(images)}
+    sizes = torch.tensor([image.shape[1:] for image in images])
+    longest, widest = sizes.amax(0).tolist()
+    padded = [F.pad(image, (0, widest - image.shape[2], 0, longest - image.shape[1])) for image in images]
+    return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
 
 
 def _splits_frames(model: Any) -> bool:
@@ -109,6 +154,10 @@ def _float_pixels(pixels: Tensor) -> Tensor:
 
 def run(model: Any, document: MediaDocument) -> Tensor:
     """Log-probabilities [length, vocabulary]."""
+    if form(model):
+        inputs = model_inputs(document) if document.grids else {}
+        output = model(torch.from_numpy(document.ids)[None], use_cache=False, **inputs)
+        return output.logits[0].log_softmax(-1)
     images = [p for p, grid in zip(document.pixels, document.grids, strict=True) if grid[0] == 1]
     videos = [p for p, grid in zip(document.pixels, document.grids, strict=True) if grid[0] > 1]
     pixels: dict[str, Tensor] = {}

@@ -11,6 +11,7 @@ from tests.bridge.vision import LAYOUTS
 from tests.torchrun import torchrun
 
 ALL = {"freeze_vit": False, "freeze_aligner": False}
+CLASS_TOKEN_MODULES = "patch_embed", "class_token", "position_embeddings", "layers", "merger"
 CASES = {
     "language model": ("qwen3_vl", {"vision": {}}, "TP2 SP"),
     "all": ("qwen3_vl", {"vision": ALL}, "TP2 SP"),
@@ -23,16 +24,27 @@ CASES = {
         "CP2",
     ),
     "gated merger": ("glm4v", {"vision": ALL}, "CP2"),
+    "projector": ("mistral3", {"vision": ALL}, "TP2 SP"),
+    "whole projector": ("ministral3", {"vision": {}, "whole": ["vision.merger"]}, "CP2"),
+    "tower with class tokens": ("internvl_qwen3", {"vision": ALL}, "TP2 SP"),
+    "whole tower with class tokens": (
+        "internvl_qwen3",
+        {"vision": {}, "whole": [f"vision.{module}" for module in CLASS_TOKEN_MODULES]},
+        "CP2",
+    ),
     "whole tower behind norms": (
         "glm4v",
-        {"vision": {}, "whole": [f"vision.{module}" for module in TOWER_MODULES]},
+        {"vision": {}, "whole": [f"vision.{module}" for module in TOWER_MODULES if module != "class_token"]},
         "TP2 SP",
     ),
 }  # fmt: skip
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = "projector", "whole projector", "tower with class tokens"
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CASES])
 def test_peft_gives_the_same_loss(case, tmp_path_factory):
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megaswift.bridge.layers.patch_plan import plan_patches
 from megaswift.bridge.layers.vision_tower import VisionPart
-from megaswift.bridge.mapping.param_mapping import Vision
+from megaswift.bridge.mapping.param_mapping import Projector, Vision
 from torch.testing import assert_close
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
@@ -59,6 +59,23 @@ def test_positions_and_taps_equal_transformers(seed: int, side: int) -> None:
 
 
 @pytest.mark.parametrize("side", [1, 2])
+def test_alternate_frequencies_equal_pixtral(side: int) -> None:
+    from transformers import PixtralVisionConfig
+    from transformers.models.pixtral.modeling_pixtral import PixtralVisionRotaryEmbedding
+
+    rope: dict = {"rope_type": "axial", "rope_theta": 77.0}
+    rotary = PixtralVisionRotaryEmbedding(
+        PixtralVisionConfig(hidden_size=48, num_attention_heads=2, rope_parameters=rope)
+    )
+    grids = random_grids(0, side)
+    cos, sin = rotary(torch.zeros(1), get_vision_position_ids(grids, side))
+    vision = make_vision(merge_size=side, rope_alternates=True, rope_base=77.0)
+    plan = plan_patches(grids, vision, torch.device("cpu"))
+    assert_close(torch.cat((plan.cos, plan.cos), dim=-1)[:, 0], cos, atol=1e-6, rtol=0)
+    assert_close(torch.cat((plan.sin, plan.sin), dim=-1)[:, 0], sin, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("side", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_cubic_taps_equal_grid_sample(seed: int, side: int) -> None:
     """Position embeddings as GLM-4V's class resamples them, of tables larger and smaller than the images."""
@@ -80,10 +97,17 @@ GATED = {
     "grid_side": 5, "interpolation": "bicubic", "patch_norm": True, "gated_merger_size": 40, "layer_bias": False,
     "qkv_bias": False, "gated": True, "normalization": "RMSNorm", "activation": "silu",
 }  # fmt: skip
+PROJECTOR = {"patch_norm": True, "rope_alternates": True, "projector": Projector(1e-5, True, "gelu", True)}
+TILES = {
+    "grid_side": 5, "rope_base": None, "class_token": True, "layer_scale": True,
+    "projector": Projector(1e-5, True, "gelu", False),
+}  # fmt: skip
 SETTINGS = {
     "taps": {"grid_side": 5, "deep_layers": (0,)},
     "windows": {"window": 56, "full_layers": (1,), "deep_layers": (0,)},
     "gated merger": GATED,
+    "projector": PROJECTOR,
+    "class tokens": TILES,
 }
 
 

@@ -84,15 +84,18 @@ def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_token
     documents = [document for sample in samples for document in sample]
     for number, (document, start) in enumerate(zip(documents, starts, strict=True)):
         row = 0 if packed else number
-        positions[:, row, start : start + len(document.ids)] = document.positions
+        if document.positions is not None:
+            positions[:, row, start : start + len(document.ids)] = document.positions
         tokens += [row * PACK + start + places for places in visual_tokens(document)]
         media += zip(document.grids, document.pixels, strict=True)
     mine = by_rank[parallel_state.get_context_parallel_rank()]
     index = slice(None) if mine.cp_index is None else mine.cp_index
-    batch = replace(mine, rope_positions=torch.from_numpy(positions)[:, :, index])
+    has_axes = all(document.positions is not None for document in documents)
+    batch = replace(mine, rope_positions=torch.from_numpy(positions)[:, :, index] if has_axes else None)
     if not media:
         return replace(mine, rope_positions=None)
-    order = sorted(range(len(media)), key=lambda number: media[number][0][0] > 1)  # images before videos
+    has_videos = has_axes  # a grid of several frames is otherwise one of tiles
+    order = sorted(range(len(media)), key=lambda number: has_videos and media[number][0][0] > 1)  # images first
     media, tokens = [media[number] for number in order], [tokens[number] for number in order]
     context_ranks, local = np.zeros(PACK, np.int64), np.arange(PACK)
     for rank, other in enumerate(by_rank):
@@ -107,7 +110,7 @@ def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_token
         is_video: [
             pixels
             for encoder, (grid, pixels) in zip(encoders, media, strict=True)
-            if encoder == own and (grid[0] > 1) == is_video
+            if encoder == own and (has_videos and grid[0] > 1) == is_video
         ]
         for is_video in (False, True)
     }
@@ -182,7 +185,9 @@ def check(
         enable_grads_through_frozen(chunk, has_trained_input=model.vision.trains)
     with FAULTS[fault](model) if fault else nullcontext():
         found |= _gradients(folder, model, options, expected, frozen=bool(frozen))
-        return found | {"encoded": sum_of(encoded), "encodings": len(encoded), "schedules": begun.call_count}
+        grids = [grid for pack in expected["packs"] for document in pack for grid in document.grids]
+        counts = {"encoded": sum_of(encoded), "encodings": len(encoded), "patches": sum(map(math.prod, grids))}
+        return found | counts | {"schedules": begun.call_count}
 
 
 def sum_of(counts: list[int]) -> int:
@@ -283,7 +288,15 @@ def _join_blocks(plan: PatchPlan) -> PatchPlan:
     return replace(plan, full=Blocks([sum(plan.full.lengths)], plan.full.cu_seqlens[[0, -1]]))
 
 
+def _reverse_squares(model: Model) -> Any:
+    """The patches of each square from the last to the first, in the merger."""
+    merger = model.vision.tower.merger
+    forward = merger.forward
+    return mock.patch.object(merger, "forward", lambda x: forward(x.unflatten(0, (-1, 4)).flip(1).flatten(0, 1)))
+
+
 FAULTS: dict[str, Any] = {
+    "patches of a square in another order": _reverse_squares,
     "deep levels swapped": _swap_deep_levels,
     "tower gradient / 2": _scale_gradients(0.5),
     "deep gradients of one rank": _deep_gradients_once,

@@ -77,7 +77,7 @@ GOOD = encoded(tiny_vision.picture(SIDE * 3, SIDE * 2))
 def test_sent_pixels_arrive(vision: VisionProcessor) -> None:
     """Completions of a prompt share their image. Bodies are divided by bytes, and keep the order of requests."""
     pictures = [tiny_vision.picture(40 + 30 * number, 90, number) for number in range(3)]
-    images = [RequestImage(lambda picture=picture: picture, 4096, 65536) for picture in pictures]
+    images = [RequestImage.within(lambda picture=picture: picture, 4096, 65536, vision) for picture in pictures]
     used = [[0], [0], [1, 0], [], [2]]
     lengths = [
         vision.tokens((1, *(side // 16 for side in vision.resized(*p.size[::-1], vision.limits)))) for p in pictures

@@ -39,6 +39,8 @@ def place(tmp_path_factory) -> Path:
     tiny_vision.qwen3_vl(place / "moe", moe=True)
     tiny_vision.qwen3_5(place / "qwen3_5")
     tiny_vision.glm4v(place / "glm4v")
+    tiny_vision.mistral3(place / "mistral3")
+    tiny_vision.internvl(place / "internvl")
     for number in range(9):
         tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place / f"{number}.png")
     write(place / "train.jsonl", [row(number) for number in range(STEPS * BATCH)])
@@ -92,6 +94,8 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
     turn, end_token, added = ("<|im_start|>assistant\n", "<|im_end|>", "")
     if model_folder == "glm4v":
         turn, end_token, added = ("<|assistant|>\n", "<|user|>", "<|user|>")
+    elif model_folder == "mistral3":
+        turn, end_token = "[/INST]", "</s>"
     header = processor.tokenizer(turn, add_special_tokens=False)["input_ids"]
     end_id = processor.tokenizer.convert_tokens_to_ids(end_token)
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
@@ -121,7 +125,7 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
     return found, dict(model.named_parameters())
 
 
-FURTHER = "qwen2_5", "qwen3_5", "glm4v"
+FURTHER = "qwen2_5", "qwen3_5", "glm4v", "mistral3", "internvl"
 
 
 @pytest.mark.parametrize("model", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)])

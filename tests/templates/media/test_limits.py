@@ -1,5 +1,6 @@
 """Limits of images from flags, variables and rows."""
 
+import numpy as np
 import pytest
 from megaswift.templates.formats.medium import Medium
 from megaswift.templates.formats.schemas import UnusableRow
@@ -56,6 +57,57 @@ def test_limits_of_a_row_go_before_all_others(checkpoint) -> None:
         tokens(checkpoint, {"max_pixels": 10})
 
 
+@pytest.mark.parametrize(
+    ("options", "variables", "grid"),
+    [
+        ({}, {}, (1, 12, 16)),  # 224 pixels on the longer side
+        ({"max_pixels": 140 * 140}, {}, (1, 8, 10)),
+        ({"max_pixels": 10**9}, {}, (1, 12, 16)),
+        ({}, {"MAX_PIXELS": str(280 * 280)}, (1, 14, 20)),
+        ({"model_kwargs": {"image_max_token_num": 25}}, {}, (1, 8, 10)),
+    ],
+)
+def test_limits_of_the_longer_side(checkpoint, monkeypatch, options, variables, grid) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    made = checkpoint("mistral3")
+    plan = made.vision(**options).plan(Medium("image", LARGE))
+    assert plan.grid == grid
+    rows = np.array(plan.expansion).reshape(grid[1] // 2, -1)
+    assert rows.shape[1] == grid[2] // 2 + 1
+    names = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
+    assert [rows[0, 0], rows[0, -1], rows[-1, -1]] == made.tokenizer.convert_tokens_to_ids(list(names))
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "tiles"),
+    [
+        ({}, {}, 7),  # 2 x 3 of them, and one of all
+        ({"max_pixels": 5 * 56 * 56}, {}, 5),
+        ({"max_pixels": 56 * 56}, {}, 1),
+        ({}, {"IMAGE_MAX_TOKEN_NUM": "24"}, 7),
+        ({}, {"MIN_PIXELS": str(5 * 56 * 56)}, 7),
+    ],
+)
+def test_limits_of_tiles(checkpoint, monkeypatch, options, variables, tiles) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    plan = checkpoint("internvl").vision(**options).plan(Medium("image", LARGE))
+    assert (plan.grid, plan.tokens, plan.length) == ((tiles, 4, 4), 4 * tiles, 4 * tiles + 2)
+
+
+def test_models_without_a_smallest_size(checkpoint, monkeypatch) -> None:
+    vision = checkpoint("mistral3").vision()
+    assert vision.plan(Medium("image", picture(20, 20))).grid == (1, 2, 2)
+    with pytest.raises(UnusableRow, match="it sets min_pixels, and images of this model have no smallest size"):
+        vision.plan(Medium("image", LARGE, {"min_pixels": 5000}))
+    with pytest.raises(UnusableRow, match="no pixel left"):
+        vision.plan(Medium("image", picture(1000, 10), {"max_pixels": 60 * 60}))
+    monkeypatch.setenv("IMAGE_MIN_TOKEN_NUM", "25")
+    with pytest.raises(ValueError, match="IMAGE_MIN_TOKEN_NUM 25: images of this model have no smallest size"):
+        checkpoint("mistral3").vision()
+
+
 def test_the_ratio_of_sides(checkpoint, monkeypatch) -> None:
     long = Medium("image", picture(2000, 10))
     assert checkpoint("qwen3_vl").vision().plan(long).tokens > 0
@@ -97,7 +149,7 @@ def test_every_limit_is_part_of_the_cache_key(checkpoint, monkeypatch) -> None:
     assert len(seen) == 10
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3", "internvl"])
 def test_families_are_found_by_their_type(checkpoint, family: str) -> None:
     vision = checkpoint(family).vision()
     assert vision.model_type == family in FAMILIES

@@ -188,7 +188,7 @@ def test_prompts_with_images(made, images, tmp_path: Path) -> None:
         f"<|im_start|>user\nand {image}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert [medium.medium.source for medium in first.media] == images[:2]
-    assert collapse(first.tokens, first.media).count(5) == 2 < first.tokens.count(5)
+    assert collapse(first.tokens, first.media, made.vision().placeholders).count(5) == 2 < first.tokens.count(5)
     assert first.columns == {"messages": messages[:3], "images": images[:2], "solution": 7}
     assert second.columns["images"] == [None]
     assert third.media == []
@@ -199,6 +199,20 @@ def test_prompts_with_images(made, images, tmp_path: Path) -> None:
     store = made.prepare("prompts", dataset=[write(tmp_path, *rows)], dataset_shuffle=False).train
     [prompt] = Prompts(store, completions_per_prompt=1, shuffle=False, seed=0).next_batch(1)
     assert prompt.columns["videos"] == [[frame] * 3]
+    assert repr(media_from_json(json.loads(json.dumps(media_to_json(prompt.media))))) == repr(list(prompt.media))
+
+
+def test_prompts_keep_the_rows_of_images(checkpoint, images, tmp_path: Path) -> None:
+    """Tokens between the rows of an image, in episodes that a checkpoint holds."""
+    made = checkpoint("mistral3")
+    rows = [{"messages": [user("a<image>b")], "images": images[2:]}]
+    store = made.prepare("prompts", dataset=[write(tmp_path, *rows)], dataset_shuffle=False).train
+    [prompt] = Prompts(store, completions_per_prompt=1, shuffle=False, seed=0).next_batch(1)
+    assert text(made, np.array(prompt.tokens)) == (
+        "<s>[INST]a" + ("[IMG]" * 6 + "[IMG_BREAK]") * 3 + "[IMG]" * 6 + "[IMG_END]b[/INST]"
+    )
+    vision = made.vision()
+    assert collapse(prompt.tokens, prompt.media, vision.placeholders).count(vision.image_token_id) == 1
     assert repr(media_from_json(json.loads(json.dumps(media_to_json(prompt.media))))) == repr(list(prompt.media))
 
 

@@ -11,8 +11,8 @@ from megaswift.templates.dataset.samples import TokenizedSample
 
 from tests.tiny_vision import picture
 
-FAMILIES = "qwen2_5_vl", "qwen3_vl", "glm4v", pytest.param("qwen3_5", marks=pytest.mark.long)
-IMAGES_ONLY = ("glm4v",)
+FAMILIES = "qwen2_5_vl", "qwen3_vl", "glm4v", "mistral3", "internvl", pytest.param("qwen3_5", marks=pytest.mark.long)
+IMAGES_ONLY = "glm4v", "mistral3", "internvl"
 ROWS = 200
 WORDS = ["what", "colour", "is", "the", "shape", "a", "red", "circle", "blue", "square", "sky", "picture"]
 
@@ -67,7 +67,11 @@ def reference(processor, row: dict) -> dict:
         {"fps": 2.0, "total_num_frames": len(video), "frames_indices": list(range(len(video)))} for video in videos
     ]
     options = {"videos": videos, "video_metadata": metadata, "do_sample_frames": False} if videos else {}
-    return processor(text=[text], images=images or None, **options, return_tensors="pt")
+    inputs = processor(text=[text], images=images or None, **options, return_tensors="pt")
+    if hasattr(processor.image_processor, "max_patches") and images:
+        tiles = processor.image_processor.get_number_of_image_patches
+        inputs["tiles"] = [tiles(image.height, image.width, {"crop_to_patches": True}) for image in images]
+    return inputs
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -86,9 +90,37 @@ def prepared(request, checkpoint, tmp_path_factory):
 def normalised(vision, pixels: torch.Tensor, kind: str) -> torch.Tensor:
     """Return patches as transformers does: a float of each value, an image's twice, for the two halves of its time."""
     depth = 2 if kind == "video" else 1
+    repeats = vision.temporal_patch_size // depth
     mean, std = (torch.tensor(values)[:, None, None] * 255.0 for values in (vision.mean, vision.std))
     values = (pixels.view(len(pixels), 3, depth, -1).float() - mean) / std
-    return values.expand(-1, -1, 2, -1).reshape(len(pixels), -1)
+    return values.repeat(1, 1, repeats, 1).reshape(len(pixels), -1)
+
+
+def pixels_of(expected: dict, kind: str) -> torch.Tensor | None:
+    """Return the values of images or videos of transformers' processor as patches in the order of ours."""
+    values = expected.get("pixel_values" if kind == "image" else "pixel_values_videos")
+    if values is None or values.dim() == 2:
+        return values
+    patches = []
+    sizes = expected["image_sizes"].tolist() if "image_sizes" in expected else [[*image.shape[1:]] for image in values]
+    for image, (height, width) in zip(values, sizes, strict=True):
+        assert not image[:, height:].any()
+        assert not image[:, :, width:].any()
+        squares = image[:, :height, :width].unfold(1, 28, 28).unfold(2, 28, 28)  # [3, rows, columns, 28, 28]
+        for row in range(squares.shape[1]):
+            for column in range(squares.shape[2]):
+                square = squares[:, row, column]
+                patches += [square[:, y : y + 14, x : x + 14].flatten() for y in (0, 14) for x in (0, 14)]
+    return torch.stack(patches)
+
+
+def grids_of(expected: dict) -> list[list[int]]:
+    if "image_sizes" in expected:
+        return [[1, height // 14, width // 14] for height, width in expected["image_sizes"].tolist()]
+    if "tiles" in expected:
+        return [[tiles, 4, 4] for tiles in expected["tiles"]]
+    grids = [expected.get(f"{kind}_grid_thw") for kind in ("image", "video")]
+    return [grid for part in grids if part is not None for grid in part.tolist()]
 
 
 def test_rows_are_what_transformers_makes(prepared) -> None:
@@ -111,25 +143,26 @@ def test_rows_are_what_transformers_makes(prepared) -> None:
         if not media:
             assert (batch.media, batch.rope_positions) == (None, None)
             continue
-        grids = {kind: expected.get(f"{kind}_grid_thw") for kind in seen}
-        assert batch.media.grids.tolist() == [
-            grid for kind in seen if grids[kind] is not None for grid in grids[kind].tolist()
-        ]
-        arguments = {name: expected.get(name) for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
-        positions, _ = model.get_rope_index(expected["input_ids"], expected["mm_token_type_ids"], **arguments)
-        assert torch.equal(batch.rope_positions, positions)
+        assert batch.media.grids.tolist() == grids_of(expected)
+        if vision.family.has_axes:
+            names = "image_grid_thw", "video_grid_thw", "second_per_grid_ts"
+            arguments = {name: expected.get(name) for name in names}
+            positions, _ = model.get_rope_index(expected["input_ids"], expected["mm_token_type_ids"], **arguments)
+            assert torch.equal(batch.rope_positions, positions)
+        else:
+            assert batch.rope_positions is None
         assert batch.media.positions.tolist() == [
             position
             for token in (vision.image_token_id, vision.video_token_id)
             for position in np.flatnonzero(ids == token).tolist()
         ]
-        for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        for kind in seen:
             pixels = getattr(batch.media, f"{kind}_pixels")
-            if name in expected:
-                assert torch.equal(normalised(vision, pixels, kind), expected[name])
+            if (values := pixels_of(expected, kind)) is not None:
+                assert torch.equal(normalised(vision, pixels, kind), values)
                 seen[kind] += 1
             else:
-                assert pixels.shape == (0, 3 * vision.patch_size**2 * (2 if kind == "video" else 1))
+                assert pixels.shape == (0, vision.patch_values(kind))
     assert min(seen[kind] for kind in (["image"] if vision.video_token_id is None else seen)) > 40
 
 

@@ -50,6 +50,71 @@ def _mistral(**changes):
     }
 
 
+PIXTRAL = {
+    "attention_dropout": 0.0,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "image_size": 1540,
+    "intermediate_size": 4096,
+    "model_type": "pixtral",
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "num_hidden_layers": 24,
+    "patch_size": 14,
+    "rope_theta": 10000.0,
+}
+PIXTRAL_TENSORS = ("vision_tower.patch_conv.weight", "multi_modal_projector.patch_merger.merging_layer.weight")
+
+
+def _mistral3(text, **changes):
+    return {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 10,
+        "model_type": "mistral3",
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "vision_config": PIXTRAL,
+        "vision_feature_layer": -1,
+        **changes,
+    }
+
+
+MISTRAL_SMALL = _mistral(
+    head_dim=128,
+    hidden_size=5120,
+    intermediate_size=32768,
+    max_position_embeddings=131072,
+    num_hidden_layers=40,
+    rope_theta=1000000000.0,
+    vocab_size=131072,
+)
+MINISTRAL_3B = _mistral(
+    head_dim=128,
+    hidden_size=3072,
+    intermediate_size=9216,
+    max_position_embeddings=262144,
+    model_type="ministral3",
+    num_hidden_layers=26,
+    rope_parameters={
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 16.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16384,
+        "rope_theta": 1000000.0,
+        "rope_type": "yarn",
+    },
+    rope_theta=1000000.0,
+    tie_word_embeddings=True,
+    vocab_size=131072,
+)
+
+
 def _llama4(**changes):
     text = {
         "attention_bias": False,
@@ -164,6 +229,10 @@ MODELS = {
             vocab_size=131072,
         ),
     ),
+    "Mistral-Small-3.1-24B-Instruct-2503": Published(
+        "mistral", "23572403200", _mistral3(MISTRAL_SMALL, tie_word_embeddings=False), PIXTRAL_TENSORS
+    ),
+    "Ministral-3-3B-Base-2512": Published("ministral3", "3429006336", _mistral3(MINISTRAL_3B), PIXTRAL_TENSORS),
     "Mixtral-8x7B-v0.1": Published(
         "mixtral",
         "46702792704",

@@ -171,6 +171,41 @@ def _qwen3_vl(model_type, name, text, tied=False):
     }
 
 
+INTERNVIT_TENSORS = ("vision_tower.embeddings.cls_token", "multi_modal_projector.layer_norm.bias")
+INTERNVL3_5_8B = {
+    "architectures": ["InternVLForConditionalGeneration"],
+    "downsample_ratio": 0.5,
+    "image_seq_length": 256,
+    "image_token_id": 151671,
+    "model_type": "internvl",
+    "projector_hidden_act": "gelu",
+    "text_config": {k: v for k, v in _qwen3(4096, 12288, 36, 32, 8).items() if k != "architectures"},
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.0,
+        "hidden_size": 1024,
+        "image_size": [448, 448],
+        "intermediate_size": 4096,
+        "layer_norm_eps": 1e-06,
+        "layer_scale_init_value": 0.1,
+        "model_type": "internvl_vision",
+        "norm_type": "layer_norm",
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 24,
+        "patch_size": [14, 14],
+        "projection_dropout": 0.0,
+        "use_absolute_position_embeddings": True,
+        "use_mask_token": False,
+        "use_mean_pooling": True,
+        "use_qk_norm": False,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+}
 QWEN3_30B_A3B = _qwen3(2048, 6144, 48, 32, 4) | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "decoder_sparse_step": 1,
@@ -230,6 +265,7 @@ MODELS = {
     ),
     "Qwen3-0.6B": Published("qwen3", "596049920", _qwen3(1024, 3072, 28, 16, 8, tied=True), HEAD),
     "Qwen3-8B": Published("qwen3", "8190735360", _qwen3(4096, 12288, 36, 32, 8)),
+    "InternVL3_5-8B-HF": Published("qwen3", "8190735360", INTERNVL3_5_8B, INTERNVIT_TENSORS),
     "Qwen3-8B-FP8": Published("qwen3", "8190735360", _qwen3(4096, 12288, 36, 32, 8, quantization_config=FP8)),
     "DeepSeek-R1-0528-Qwen3-8B": Published(
         "qwen3",

@@ -1,0 +1,254 @@
+"""Rules of transformers' image processors: sizes after resizing, tokens, and the inputs of its models."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..formats.schemas import UnusableRow
+from .limits import MediaLimits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Grid = tuple[int, int, int]  # time, height and width in patches
+# (uint8 [frames, channels, height, width], new height, new width) -> the same resized
+Resize = Callable[["Tensor", int, int], "Tensor"]
+
+
+class ImageRules(ABC):
+    """Rules of one image processor.
+
+    patch_size, merge_size, temporal_patch_size: sides of a patch in pixels, of a visual token in patches, and frames of
+    a patch of time. least_pixels, most_pixels: limits of an image by the checkpoint; least_pixels None: it has none
+    """
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int = 1
+    least_pixels: int | None = None
+    most_pixels: int
+
+    @property
+    def factor(self) -> int:
+        """Side of a visual token in pixels."""
+        return self.patch_size * self.merge_size
+
+    @abstractmethod
+    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        """Return the size of an image after resizing. Raises UnusableRow with the reason."""
+
+    def grid(self, height: int, width: int, limits: MediaLimits) -> Grid:
+        """Return the grid of an image of this size. Raises UnusableRow with the reason."""
+        height, width = self.resized(height, width, limits)
+        return 1, height // self.patch_size, width // self.patch_size
+
+    def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
+        """Return the pixels of a grid, from those of the image: uint8 [time, 3, height, width]."""
+        return resize(pixels, grid[1] * self.patch_size, grid[2] * self.patch_size)
+
+    def expansion(self, grid: Grid) -> np.ndarray | None:
+        """Return the ids in place of an image's placeholder: int32; None: a placeholder for each visual token."""
+        return None
+
+    @abstractmethod
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        """Return the arguments of transformers' processor for these limits of an image."""
+
+    @abstractmethod
+    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
+        """Return inputs of transformers' model. images: grid and normalized patches of each, fp32 [patches, values]"""
+
+
+class QwenImages(ImageRules):
+    """Rules of Qwen2-VL's processor, or of GLM-4V's.
+
+    counts_frames: the checkpoint's limits count each pixel once for each frame of a patch of time, and an image with a
+    side below a visual token's grows first, as GLM-4V's
+    """
+
+    def __init__(self, processor: Any, *, counts_frames: bool):
+        self.patch_size, self.merge_size = processor.patch_size, processor.merge_size
+        self.temporal_patch_size = processor.temporal_patch_size
+        self._counts_frames = counts_frames
+        self._frames: int = self.temporal_patch_size if counts_frames else 1
+        self.least_pixels = -(-processor.size["shortest_edge"] // self._frames)
+        self.most_pixels = processor.size["longest_edge"] // self._frames
+
+    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        if self._counts_frames:
+            height, width = grown(height, width, self.factor)
+        return smart_resize(
+            height, width, self.factor, limits.min_pixels, limits.max_pixels, max_ratio=limits.max_ratio
+        )
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        least, most = min_pixels * self._frames, max_pixels * self._frames
+        return {"size": {"shortest_edge": least, "longest_edge": most}}
+
+    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
+        import torch
+
+        grids = torch.tensor([grid for grid, _ in images])
+        return {"pixel_values": torch.cat([patches for _, patches in images]), "image_grid_thw": grids}
+
+
+class PixtralImages(ImageRules):
+    """Rules of Pixtral's processor. A token follows each row of an image's visual tokens, the last one another.
+
+    The checkpoint limits the longer side. A limit of pixels is one of this side, to its root.
+    row_tokens: ids of an image's token, of the end of a row and of the end of an image
+    """
+
+    def __init__(self, processor: Any, patch_size: int, merge_size: int, row_tokens: tuple[int, int, int]):
+        self.patch_size, self.merge_size = patch_size, merge_size
+        self.most_pixels = processor.size["longest_edge"] ** 2
+        self._row_tokens = row_tokens
+
+    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        check_ratio(height, width, limits.max_ratio)
+        if limits.min_pixels > 1:
+            raise UnusableRow("it sets min_pixels, and images of this model have no smallest size")
+        ratio = max(height, width) / math.isqrt(limits.max_pixels)
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        if not height or not width:
+            raise UnusableRow("an image has no pixel left in its height or width within max_pixels")
+        return tuple(-(-side // self.factor) * self.factor for side in (height, width))  # type: ignore[return-value]
+
+    def expansion(self, grid: Grid) -> np.ndarray | None:
+        image, row_end, end = self._row_tokens
+        rows = np.full((grid[1] // self.merge_size, grid[2] // self.merge_size + 1), image, np.int32)
+        rows[:, -1] = row_end
+        rows[-1, -1] = end
+        return rows.flatten()
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        return {"size": {"longest_edge": math.isqrt(max_pixels)}}
+
+    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
+        import torch
+
+        pixels = [self._joined(grid, patches) for grid, patches in images]
+        sizes = torch.tensor([image.shape[1:] for image in pixels])
+        values = torch.zeros(len(pixels), len(pixels[0]), *sizes.amax(0).tolist())
+        for number, image in enumerate(pixels):
+            values[number, :, : image.shape[1], : image.shape[2]] = image
+        return {"pixel_values": values, "image_sizes": sizes}
+
+    def _joined(self, grid: Grid, patches: "Tensor") -> "Tensor":
+        """Return the pixels of an image, from its patches: fp32 [channels, height, width]."""
+        _, height, width = grid
+        side, patch = self.merge_size, self.patch_size
+        squares = patches.view(height // side, width // side, side, side, -1, patch, patch)
+        return squares.permute(4, 0, 2, 5, 1, 3, 6).reshape(-1, height * patch, width * patch)
+
+
+class TiledImages(ImageRules):
+    """Rules of InternVL's processor. An image is resized to a rectangle of tiles, and a small one of it all follows.
+
+    A grid has a tile as a patch of time. Limits of pixels are of the rectangle, in whole tiles.
+    tile: side in pixels. tokens: ids of the start of an image, of its visual tokens and of its end
+    """
+
+    def __init__(self, processor: Any, tile: int, patch_size: int, merge_size: int, tokens: tuple[int, int, int]):
+        self.patch_size, self.merge_size = patch_size, merge_size
+        self.least_pixels, self.most_pixels = (n * tile**2 for n in (processor.min_patches, processor.max_patches))
+        self._tile, self._tokens = tile, tokens
+
+    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        rows, columns = self._shape(height, width, limits)
+        return rows * self._tile, columns * self._tile
+
+    def grid(self, height: int, width: int, limits: MediaLimits) -> Grid:
+        tiles, side = math.prod(self._shape(height, width, limits)), self._tile // self.patch_size
+        return tiles + (tiles > 1), side, side
+
+    def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
+        import torch
+
+        tile = self._tile
+        height, width = self.resized(pixels.shape[2], pixels.shape[3], limits)
+        tiles = resize(pixels, height, width)[0].unfold(1, tile, tile).unfold(2, tile, tile)
+        tiles = tiles.permute(1, 2, 0, 3, 4).flatten(0, 1)
+        return tiles if len(tiles) == 1 else torch.cat((tiles, resize(pixels, tile, tile)))
+
+    def _shape(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        """Return the rows and columns of tiles whose shape is nearest to the image's, as transformers chooses them."""
+        check_ratio(height, width, limits.max_ratio)
+        area = self._tile**2
+        least, most = self._bounds(limits.min_pixels, limits.max_pixels)
+        shapes = [
+            (rows, columns)
+            for columns in range(1, most + 1)
+            for rows in range(1, most + 1)
+            if least <= rows * columns <= most
+        ]
+        nearest, chosen = math.inf, (1, 1)
+        for rows, columns in sorted(shapes, key=math.prod):
+            distance = abs(width / height - columns / rows)
+            # Of shapes that are as near, a larger one is taken unless it has twice the area of the image.
+            if distance < nearest or (distance == nearest and width * height > 0.5 * area * rows * columns):
+                nearest, chosen = distance, (rows, columns)
+        return chosen
+
+    def _bounds(self, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+        """Return the fewest and most tiles within limits of pixels."""
+        return -(-min_pixels // self._tile**2), max(max_pixels // self._tile**2, 1)
+
+    def expansion(self, grid: Grid) -> np.ndarray | None:
+        start, image, end = self._tokens
+        return np.array([start, *[image] * (math.prod(grid) // self.merge_size**2), end], np.int32)
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        least, most = self._bounds(min_pixels, max_pixels)
+        return {"min_patches": least, "max_patches": most}
+
+    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
+        import torch
+
+        side, patch, tile = self.merge_size, self.patch_size, self._tile
+        squares = torch.cat([patches for _, patches in images])
+        squares = squares.view(-1, tile // patch // side, tile // patch // side, side, side, 3, patch, patch)
+        return {"pixel_values": squares.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, 3, tile, tile)}
+
+
+def check_ratio(height: int, width: int, max_ratio: float) -> None:
+    if max(height, width) / min(height, width) > max_ratio:
+        raise UnusableRow(f"an image or video is more than {max_ratio:g} times as long as it is wide (or high)")
+
+
+def grown(height: int, width: int, factor: int) -> tuple[int, int]:
+    """Return the size at which no side is below that of a visual token, `factor`."""
+    if min(height, width) >= factor:
+        return height, width
+    scale = max(factor / height, factor / width)
+    return int(height * scale), int(width * scale)
+
+
+def smart_resize(
+    height: int,
+    width: int,
+    factor: int,
+    least: int,
+    most: int,
+    *,
+    max_ratio: float,
+    frames: int = 1,
+    rounded_frames: int = 1,
+) -> tuple[int, int]:
+    """Return a size whose sides are multiples of `factor`, as transformers' `smart_resize` of Qwen2-VL or Qwen3-VL.
+
+    least, most: pixels of all frames together. rounded_frames: `frames` as a multiple of those of a patch of time
+    """
+    check_ratio(height, width, max_ratio)
+    new_height, new_width = (round(side / factor) * factor for side in (height, width))
+    if rounded_frames * new_height * new_width > most:
+        shrink = math.sqrt(frames * height * width / most)
+        return tuple(max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))  # type: ignore[return-value]
+    if rounded_frames * new_height * new_width < least:
+        growth = math.sqrt(least / (frames * height * width))
+        return tuple(math.ceil(side * growth / factor) * factor for side in (height, width))  # type: ignore[return-value]
+    return new_height, new_width

@@ -1,0 +1,119 @@
+"""Files of a checkpoint's processor of images and videos, and what is made of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..tokenizer import Tokenizer
+from .families import VisionFamily
+from .image_rules import ImageRules, PixtralImages, QwenImages, TiledImages
+
+PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
+# Names of Pixtral's tokens in processor_config.json, and their default: of a patch, of the ends of a row and an image.
+ROW_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+# Names of InternVL's tokens as attributes of the tokenizer, and their default.
+TILE_TOKENS = {
+    "start_image_token": "<img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "end_image_token": "</img>",
+}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read ({error}). Copy it again from the original checkpoint.") from error
+    return content if isinstance(content, dict) else {}
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    ids = tokenizer.encode(token, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ValueError(f"the tokenizer has no {token}, which stands for media. Copy its files from the original.")
+    return ids[0]
+
+
+def load_processors(folder: Path, *, has_videos: bool) -> tuple[Any, Any]:
+    """Return transformers' image and video processor of a checkpoint, of which the settings are read.
+
+    has_videos: whether it has one of videos; None is returned if not
+    """
+    from transformers import AutoImageProcessor, AutoVideoProcessor
+
+    loaded = []
+    for kind in (AutoImageProcessor, AutoVideoProcessor) if has_videos else (AutoImageProcessor,):
+        try:
+            loaded.append(kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        except Exception as error:  # transformers raises many types
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"{folder}: its processor of images cannot be read ({reason}). Copy preprocessor_config.json, "
+                "processor_config.json and video_preprocessor_config.json, as far as the original checkpoint has them."
+            ) from error
+    return loaded[0], loaded[1] if has_videos else None
+
+
+def video_config(processor: Any) -> dict[str, Any] | None:
+    """Return what limits need of a video processor. processor: transformers'; None: there is none"""
+    if processor is None:
+        return None
+    names = "fps", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens"
+    size = {edge: processor.size[edge] for edge in ("shortest_edge", "longest_edge")}
+    return {"size": size} | {name: getattr(processor, name, None) for name in names}
+
+
+def image_rules(folder: Path, family: VisionFamily, processor: Any, tokenizer: Tokenizer) -> ImageRules:
+    """Return the rules of a checkpoint's image processor. processor: transformers'"""
+    match family.processor:
+        case "pixtral":
+            return _pixtral_rules(folder, processor, tokenizer)
+        case "internvl":
+            return _internvl_rules(folder, processor, tokenizer)
+        case "qwen2_vl":
+            return QwenImages(processor, counts_frames=family.counts_frames)
+
+
+def _pixtral_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> PixtralImages:
+    # Sizes of patches and tokens are of the processor of images and text, and not of its image processor.
+    config, model = read_json(folder / "processor_config.json"), read_json(folder / "config.json")
+    patch, merge = config.get("patch_size", 16), config.get("spatial_merge_size", 1)
+    expected = model["vision_config"].get("patch_size", 16), model.get("spatial_merge_size", 2)
+    if (patch, merge) != expected:
+        raise ValueError(
+            f"{folder}: processor_config.json has patch_size {patch} and spatial_merge_size {merge}, and config.json "
+            f"{expected[0]} and {expected[1]}. Copy both files from the original checkpoint."
+        )
+    image, row_end, end = (token_id(tokenizer, config.get(name) or default) for name, default in ROW_TOKENS.items())
+    return PixtralImages(processor, patch, merge, (image, row_end, end))
+
+
+def _internvl_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> TiledImages:
+    model, file = read_json(folder / "config.json"), folder / "processor_config.json"
+    vision = model["vision_config"]
+    (tile, other), (patch, _) = (
+        value if isinstance(value, list) else (value, value)
+        for value in (vision.get("image_size", 448), vision.get("patch_size", 14))
+    )
+    merge = round(1 / model.get("downsample_ratio", 0.5))
+    config = read_json(file) if file.is_file() else {}
+    tokens, expected = config.get("image_seq_length", 256), (tile // patch // merge) ** 2
+    size = processor.size["height"], processor.size["width"]
+    if tokens != expected or size != (tile, other):
+        raise ValueError(
+            f"{folder}: its processor has tiles of {size[0]} x {size[1]} pixels and {tokens} tokens, and config.json "
+            f"has some of {tile} x {other} and {expected}. Copy these files from the original checkpoint."
+        )
+    start, image, end = (
+        token_id(tokenizer, getattr(tokenizer, name, None) or default) for name, default in TILE_TOKENS.items()
+    )
+    return TiledImages(processor, tile, patch, merge, (start, image, end))
+
+
+def chat_template(folder: Path) -> str | None:
+    """Return the chat template of a processor in its earlier form, which goes before the tokenizer's."""
+    file = folder / "chat_template.json"
+    if (folder / "chat_template.jinja").is_file() or not file.is_file():
+        return None
+    template = read_json(file).get("chat_template")
+    return template if isinstance(template, str) else None

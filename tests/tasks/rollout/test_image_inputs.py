@@ -1,0 +1,53 @@
+"""Images of requests in transformers' engine: the prompts and inputs of the checkpoint's own processor."""
+
+from typing import Any
+
+import pytest
+import torch
+from megaswift.bridge.checkpoint.pretrained import load_tokenizer
+from megaswift.tasks.rollout.engine import Request
+from megaswift.tasks.rollout.image_inputs import ImageInputs
+from megaswift.tasks.rollout.request_image import RequestImage
+from megaswift.templates.media.processor import VisionProcessor
+from megaswift.templates.options import MediaOptions
+
+from tests import tiny_vision
+
+pytestmark = pytest.mark.slow
+PLACEHOLDERS = {"qwen3_vl": "<|image_pad|>", "glm4v": "<|image|>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
+
+
+@pytest.mark.parametrize("family", PLACEHOLDERS)
+def test_inputs_are_those_of_the_processor(family: str, tmp_path) -> None:
+    """With images above the limits, which are the checkpoint's or others; one image twice."""
+    from transformers import AutoProcessor
+
+    folder = tiny_vision.FAMILIES[family](tmp_path / family)
+    processor: Any = AutoProcessor.from_pretrained(folder)
+    vision = VisionProcessor.open(folder, load_tokenizer(folder), MediaOptions())
+    assert vision is not None
+    for least, most in ((vision.limits.min_pixels, vision.limits.max_pixels), (1, 20_000)):
+        pictures = [tiny_vision.picture(*size, seed=size[0]) for size in ((500, 400), (90, 300))]
+        images = [RequestImage.within(lambda picture=picture: picture, least, most, vision) for picture in pictures]
+        used = [[0, 1], [1]]
+        texts = ["what? " + "a " * len(numbers) + PLACEHOLDERS[family] * len(numbers) for numbers in used]
+        requests = [
+            Request(vision_ids(processor, text), 0, images=[images[number] for number in numbers])
+            for text, numbers in zip(texts, used, strict=True)
+        ]
+        prompts, inputs = ImageInputs(folder).of(requests)
+        expected = [
+            processor(text=[text], images=[pictures[n] for n in numbers], return_tensors="pt", **images[0].arguments)
+            for text, numbers in zip(texts, used, strict=True)
+        ]
+        assert prompts == [one["input_ids"][0].tolist() for one in expected]
+        given = processor(
+            text=texts, images=[[pictures[n] for n in numbers] for numbers in used], padding=True, return_tensors="pt",
+            **images[0].arguments,
+        )  # fmt: skip
+        assert inputs.keys() == given.keys() - {"input_ids", "attention_mask", "mm_token_type_ids"}
+        assert all(torch.equal(inputs[name], given[name]) for name in inputs)
+
+
+def vision_ids(processor: Any, text: str) -> list[int]:
+    return processor.tokenizer(text, add_special_tokens=False)["input_ids"]
