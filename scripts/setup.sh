@@ -1,4 +1,5 @@
 # Sets up .venv in the repository: sourced by quickstart.sh and test.sh. Quick when nothing has changed.
+# CONSTRAINTS: file of the versions; left out: constraints.txt (docs/versions.md)
 # Leaves: the working directory at the repository's root, .venv/bin first in PATH.
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -43,11 +44,12 @@ TEXT
 
 .venv/bin/python -c 'import sys; assert sys.version_info[:2] == (3, 12)' 2>/dev/null || { rm -rf .venv; make_venv; } || exit 1
 
-stamp=$(cat pyproject.toml constraints.txt scripts/setup.sh | cksum)
+constraints=${CONSTRAINTS:-constraints.txt}
+stamp=$(cat pyproject.toml "$constraints" scripts/setup.sh | cksum)
 if [ "$stamp" != "$(cat .venv/.installed 2>/dev/null)" ]; then
   say "Installing megaswift and what it needs into .venv (PyTorch is large: some minutes the first time)"
   [ -x .venv/bin/uv ] || .venv/bin/python -m pip install --quiet uv || exit 1
-  install() { .venv/bin/uv pip install --quiet --python .venv/bin/python -c constraints.txt "$@" -e '.[dev]'; }
+  install() { .venv/bin/uv pip install --quiet --python .venv/bin/python -c "$constraints" "$@" -e '.[dev]'; }
   # Without a GPU, PyTorch's own index has a build of a tenth of the size; where it cannot be reached, the usual one does.
   if command -v nvidia-smi >/dev/null || ! install --torch-backend=cpu 2>/dev/null; then install || exit 1; fi
   printf '%s\n' "$stamp" >.venv/.installed
