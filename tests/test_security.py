@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FUZZ, INPUT, LAUNCH = "test_fuzz.py", "tasks/rollout/test_server_input.py", "cli/test_launch.py"
 STARTED = "cli/test_rollout_servers.py::test_servers_have_a_key_of_their_run_and_end_with_it"
-IMAGES = "tasks/rollout/test_image_requests.py"
+IMAGES, VIDEOS = "tasks/rollout/test_image_requests.py", "tasks/rollout/test_video_requests.py"
 SERVER, KEYS = "tasks/rollout/test_server.py", "tasks/rollout/test_keys.py"
 
 # Words of SECURITY.md: the tests that hold them.
@@ -55,10 +55,12 @@ HELD = {
         f"{FUZZ}::test_routes",
         f"{SERVER}::test_readiness_and_metrics",
     ],
-    "Images in requests are decoded before the engine gets them": [
+    "Images and frames of videos in requests are decoded before the engine gets them": [
         f"{IMAGES}::test_bad_images_have_a_reason",
         f"{IMAGES}::test_images_of_a_body_are_bounded",
+        f"{VIDEOS}::test_videos_of_a_body_are_bounded",
     ],
+    "Files of videos are not taken": [f"{VIDEOS}::test_bad_videos_have_a_reason"],
     "A `url` is fetched from public addresses only": [f"{IMAGES}::test_bad_images_have_a_reason"],
     "requests with an `Origin`, or for another name than the server's, are refused": [
         f"{INPUT}::test_pages_in_a_browser_are_refused"

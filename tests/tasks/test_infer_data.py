@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from megaswift.cli.main import read_options
-from megaswift.tasks import infer
+from megaswift.tasks import infer, infer_engine
 from megaswift.tasks.infer_data import InferPrompt, RunData, read_prompts
 from megaswift.tasks.infer_metrics import METRICS
 from megaswift.tasks.options import InferOptions
@@ -139,7 +139,7 @@ def test_thinking_is_the_templates_variable(thinking: bool | None, model, tmp_pa
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    monkeypatch.setattr(infer, "load_tokenizer", lambda folder: tokenizer)
+    monkeypatch.setattr(infer_engine, "load_tokenizer", lambda folder: tokenizer)
     messages = [{"role": "user", "content": "Why?"}]
     for template, note in ((THINKING, False), (TEMPLATE, thinking is not None)):
         tokenizer.chat_template = template

@@ -66,7 +66,7 @@ def test_code_of_a_folder_never_runs(folder, capfd):
 
 
 # Processors of images have no weights, and `templates` does not import `bridge`.
-PROCESSORS = "templates/media/processor.py", "tasks/rollout/image_inputs.py"
+PROCESSORS = "templates/media/processor_files.py", "tasks/rollout/image_inputs.py"
 LOADERS = {ROOT / name for name in ("bridge/checkpoint/pretrained.py", *PROCESSORS)}
 
 

@@ -70,7 +70,7 @@ def play(tokenizer: Any, folder: Path, texts: list[str], rows: list[dict], **fla
     write(folder / "rows.jsonl", rows)
     options = compose(GrpoOptions, dataset=[str(folder / "rows.jsonl")], max_completion_length=1000, **flags)
     data = prepare(options.data, tokenizer, stage="prompts")
-    run: Any = SimpleNamespace(tokenizer=tokenizer, data=data, options=options, model_folder=folder)
+    run: Any = SimpleNamespace(tokenizer=tokenizer, data=data, options=options, model_folder=folder, sees_media=False)
     engine = Says(tokenizer, *texts)
     worker = RolloutWorker(
         options,

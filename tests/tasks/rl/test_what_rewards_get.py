@@ -64,7 +64,7 @@ def made_with_data(
         files.append([str(folder / name)] if each else [])
     options = compose(GrpoOptions, dataset=files[0], val_dataset=files[1], max_completion_length=1000, **given)
     data = prepare(options.data, tokenizer, stage="prompts")
-    run: Any = SimpleNamespace(tokenizer=tokenizer, data=data, options=options, model_folder=folder)
+    run: Any = SimpleNamespace(tokenizer=tokenizer, data=data, options=options, model_folder=folder, sees_media=False)
     drawn = tokenizer(SAID + "<|im_end|>", add_special_tokens=False).input_ids
 
     def complete(prompts: list) -> list[Completion]:
