@@ -14,7 +14,6 @@ import json
 import os
 import random
 import runpy
-import select
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -88,7 +88,7 @@ class _Server:
     def answer(self, timeout: float):
         """The next line of the server, None where it does not come in time."""
         assert self._process.stdout
-        if not select.select([self._process.stdout], [], [], timeout)[0]:
+        if not wait([self._process.stdout], timeout):
             return None
         line = self._process.stdout.readline()
         assert line, f"{__file__} has ended"

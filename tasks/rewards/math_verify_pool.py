@@ -10,11 +10,11 @@ import json
 import os
 import re
 import resource
-import select
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 
+from ..system.readable import readable
 from .worker_process import WorkerProcess
 
 SECONDS = 2.0  # CPU time for one answer
@@ -48,7 +48,7 @@ class MathVerifyPool:
             for worker in workers:
                 busy |= _ask_next(worker, queue)
             while busy:
-                for worker in select.select(list(busy), [], [])[0]:
+                for worker in readable(list(busy)):
                     i = busy.pop(worker)
                     try:
                         results[i] = worker.receive()

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import secrets
-import select
 import signal
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import IO, Any, TypeGuard
 
+from ...system.readable import readable
 from ..worker_process import WorkerProcess
 from .program_child import PRELUDE, Execution, enter_limits, execute
 
@@ -75,7 +75,7 @@ class Sandbox:
             for worker in workers:
                 busy |= _send_next(worker, queue)
             while busy and (left := deadline - time.monotonic()) > 0:
-                for worker in select.select(list(busy), [], [], min(left, 1.0))[0]:
+                for worker in readable(list(busy), min(left, 1.0)):
                     i = busy.pop(worker)
                     try:
                         verdicts[i] = worker.receive()
@@ -159,7 +159,7 @@ def run(execution: Execution, text: IO[bytes], output: IO[bytes], result: IO[byt
             os._exit(2)
     ended = os.pidfd_open(child)
     try:
-        if not select.select([ended], [], [], WALL_SECONDS)[0]:
+        if not readable([ended], WALL_SECONDS):
             os.kill(child, signal.SIGKILL)
     finally:
         os.close(ended)
