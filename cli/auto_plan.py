@@ -28,7 +28,7 @@ def plan_run(
     Raises UsageError.
     """
     if options.training.plan == AUTO:
-        return plan_layout(options, sources, launch)  # with the micro batch
+        return plan_layout(options, sources, launch)  # chooses the micro batch too
     return plan_micro_batch(options, sources, launch)
 
 
@@ -67,10 +67,10 @@ def plan_micro_batch(
     supported_config(options, weights=())
     with usage_errors():
         if gpu:
-            found = auto_micro_batch(options, world, gpu, newest_checkpoint(options))
+            micro_batch = auto_micro_batch(options, world, gpu, newest_checkpoint(options))
         else:
-            found = cpu_micro_batch(options, world)
-    return _apply(options, sources, found, f"--{MICRO_BATCH} auto")
+            micro_batch = cpu_micro_batch(options, world)
+    return _apply(options, sources, micro_batch, f"--{MICRO_BATCH} auto")
 
 
 def _gpu(launch: TrainingLaunch, flag: str, fix: str) -> "Gpu | None":

@@ -121,12 +121,12 @@ def _run_tune(argv: list[str]) -> int:
     """Run `megatron tune`, whose words are its own and those of the run. argv: command and flags"""
     from .tune import run, split_tune_words
 
-    own, words = split_tune_words(argv[1:])
-    tune, _, _ = read_options("megatron", ["tune", *own])
+    tune_words, run_words = split_tune_words(argv[1:])
+    tune, _, _ = read_options("megatron", ["tune", *tune_words])
     earlier = set(os.environ)
-    options, sources, notes = read_options("megatron", [tune.command, *words])
+    options, sources, notes = read_options("megatron", [tune.command, *run_words])
     _print_notes(notes)
-    variables = {name: value for name, value in os.environ.items() if name not in earlier}  # of the config file
+    variables = {name: value for name, value in os.environ.items() if name not in earlier}  # set by the config file
     return run(tune, options, sources, variables)
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 NAME = "megatron tune"
 CONFIG, RESULTS = "best.yaml", "trials.json"
-WITHOUT_GPU = "NVIDIA H100"  # whose speed orders the layouts for a CPU
+WITHOUT_GPU = "NVIDIA H100"  # its speed orders the layouts for a CPU
 MAIN = sys.executable, "-m", "megaswift.cli.main"  # words that start a trial
 GRACE = 20.0  # seconds for a trial to end on SIGTERM
 # Flags of a run that its trials do not have: where it ends, what it reads before, and whom it tells.
@@ -52,15 +52,15 @@ LEFT_OUT = (
 
 def split_tune_words(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the words of `megatron tune` itself, and those of the run. argv: without program and command"""
-    own: list[str] = []
+    tune_words: list[str] = []
     if argv and not argv[0].startswith("-") and not argv[0].endswith(CONFIG_FILE):
-        own, argv = [f"--command={argv[0]}"], argv[1:]
+        tune_words, argv = [f"--command={argv[0]}"], argv[1:]
     pairs, config = split_words(argv)
     names, words = flags_of(TuneOptions), list[str]()
     for name, values in pairs:
-        target = own if name in names else words
+        target = tune_words if name in names else words
         target += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
-    return own, [*(["--config", config] if config else []), *words]
+    return tune_words, [*(["--config", config] if config else []), *words]
 
 
 def run(tune: TuneOptions, options: SftOptions, sources: Mapping[str, str], variables: Mapping[str, str]) -> int:
@@ -207,9 +207,9 @@ def _described(plan: "Plan") -> str:
 
 
 def _outcome(trial: "Trial") -> str:
-    if found := trial.measurement:
-        speed = f"{found.tokens_per_second:,.0f} tokens/s/GPU, {found.seconds:.2f} s/step"
-        return f"{speed}, {found.memory_gib:.1f} GiB"
+    if measurement := trial.measurement:
+        speed = f"{measurement.tokens_per_second:,.0f} tokens/s/GPU, {measurement.seconds:.2f} s/step"
+        return f"{speed}, {measurement.memory_gib:.1f} GiB"
     return f"{trial.result}: {trial.reason}" if trial.reason else trial.result
 
 

@@ -57,7 +57,7 @@ class Prepared:
     val: TokenStore | None
     _describe: Callable[["Prepared"], str]
     _source_statistics: dict[str, list[JsonObject]] = field(default_factory=dict)  # training and evaluation data
-    shares_prompts: bool = False  # whether micro batches hold the prompt of a pair once
+    shares_prompts: bool = False  # micro batches hold the prompt of a pair once
     unshared_because: str = ""  # reason why they do not, for the report
 
     @property
@@ -77,12 +77,12 @@ class Prepared:
 
     @property
     def has_media(self) -> bool:
-        """Whether the data has images or videos; a stream may have some."""
+        """Return whether the data has images or videos; a stream may have some."""
         return self.train.has_media or (self.val is not None and self.val.has_media)
 
     @property
     def has_shared_beginnings(self) -> bool:
-        """Whether the documents of any sample begin with tokens that they may share; a stream's may."""
+        """Return whether the documents of any sample begin with tokens that they may share; a stream's may."""
         stores = [store for store in (self.train, self.val) if store is not None]
         return any(not isinstance(store, TokenStore) or store.shared.any() for store in stores)
 

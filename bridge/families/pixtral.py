@@ -5,7 +5,7 @@ from .decoder import check_supported
 from .vision_tower import ACTIVATIONS, REPLICATED_GATE_UP, REPLICATED_Q_K_V, TowerTable
 from .vlm_text import PROJECTOR, TOWER, vision_config
 
-EPS = 1e-5  # of the tower's norms, which config.json does not have
+EPS = 1e-5  # epsilon of the tower's norms; config.json has none
 
 # Of transformers' class, but for config.json without a vision_config, which has no tower here.
 VISION_DEFAULTS: HfConfig = {

@@ -41,8 +41,8 @@ class PatchPlan:
     # Interpolation of the learned position embeddings: the rows for each patch, and their weights.
     taps: Tensor | None  # [patches, 4 or 16] int64
     tap_weights: Tensor | None  # [patches, 4 or 16] fp32
-    # With a class token in front of each frame: indices of the tower's rows among class tokens and patches, and indices
-    # of the patches among the tower's rows.
+    # With a class token in front of each frame: positions of the tower's rows among class tokens and patches, and
+    # positions of the patches among the tower's rows.
     row_order: Tensor | None = None  # [frames + patches] int64
     patch_rows: Tensor | None = None  # [patches] int64
     padding: int = 0  # patches at the end that are of no medium, and a block by themselves

@@ -63,8 +63,8 @@ class QueryGrowth(NamedTuple):
 class Projector(NamedTuple):
     """Merger whose MLP has the width of the language model."""
 
-    eps: float  # of the norm before it
-    bias: bool  # of the MLP's linear layers
+    eps: float  # epsilon of the norm before it
+    bias: bool  # the MLP's linear layers have biases
     activation: str
     # An RMS norm on each patch and a linear layer that reduces a square to `hidden_size` are before the MLP; else a
     # LayerNorm on each square.

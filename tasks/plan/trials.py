@@ -25,11 +25,11 @@ SIGKILLED = -9, 137  # exit codes of a process that the system has ended, usuall
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a trial took, on its first process. Memory is the peak; times are medians of steps after the first."""
+    """Memory and time of a trial, on its first process: the peak, and medians of the steps after the first."""
 
     memory_gib: float
     seconds: float
-    tokens_per_second: float  # of a GPU
+    tokens_per_second: float  # per GPU
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Trial:
         }
         row: JsonObject = {"flags": self.plan.layout.settings(), "planned": planned, "result": self.result}
         if self.measurement:
-            found = self.measurement
+            measurement = self.measurement
             row["measured"] = dict(
-                zip(planned, (found.memory_gib, found.seconds, found.tokens_per_second), strict=True)
+                zip(planned, (measurement.memory_gib, measurement.seconds, measurement.tokens_per_second), strict=True)
             )
         return row | ({"reason": self.reason} if self.reason else {})
 
@@ -98,11 +98,11 @@ def table(work: Workload, trials: Sequence[Trial]) -> str:
 
 
 def _cells(work: Workload, trial: Trial) -> tuple[str, ...]:
-    plan, found = trial.plan, trial.measurement
+    plan, measurement = trial.plan, trial.measurement
     planned = _numbers(plan.memory.total / GIB, plan.seconds, plan.tokens_per_second(work))
     measured = ("",) * 3
-    if found:
-        measured = _numbers(found.memory_gib, found.seconds, found.tokens_per_second)
+    if measurement:
+        measured = _numbers(measurement.memory_gib, measurement.seconds, measurement.tokens_per_second)
     numbers = (cell for pair in zip(planned, measured, strict=True) for cell in pair)
     return (*choices(plan.layout), *numbers, trial.result)
 

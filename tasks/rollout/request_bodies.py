@@ -36,7 +36,9 @@ def request_bodies(requests: Iterable[Request]) -> list[JsonObject]:
         for medium in used:
             if medium not in encoded:
                 encoded[medium] = _encode(medium)
-        added = sum(_decoded_bytes(medium) for medium in used if not any(medium in known for known in numbers.values()))
+        added = sum(
+            _decoded_bytes(medium) for medium in used if not any(medium in positions for positions in numbers.values())
+        )
         if not bodies or (added and size and size + added > MEDIA_BYTES):
             bodies.append({"requests": []})
             numbers, size = {name: {} for name in media}, 0
@@ -45,10 +47,10 @@ def request_bodies(requests: Iterable[Request]) -> list[JsonObject]:
         item = {"tokens": request.tokens, "seed": request.seed, "max_new_tokens": request.max_new_tokens}
         for name, listed in media.items():
             if listed:  # servers of earlier versions do not know these fields
-                known = numbers[name]
-                item[name] = [known.setdefault(medium, len(known)) for medium in listed]
+                positions = numbers[name]
+                item[name] = [positions.setdefault(medium, len(positions)) for medium in listed]
                 item["prompt_length"] = request.prompt_length
-                bodies[-1][name] = [encoded[medium] for medium in known]
+                bodies[-1][name] = [encoded[medium] for medium in positions]
         bodies[-1]["requests"].append(item)
     return bodies
 

@@ -20,7 +20,7 @@ from .request_bodies import CHANNELS
 from .request_video import RequestVideo
 
 RATES = 1e-6, 1e6  # bounds of frames per second
-MOST_FRAMES = 2**31  # of the whole video
+MOST_FRAMES = 2**31  # frames of a whole video
 
 
 class SentVideo(NamedTuple):

@@ -73,7 +73,7 @@ class Run:
     data: Prepared
     resumed: Resumed | None
     vision: VisionProcessor | None = None
-    builds_tower: bool = False  # whether the vision tower is built: for images and videos
+    builds_tower: bool = False  # the vision tower is built: for images and videos
     role_configs: Sequence[JsonObject] = ()  # config.json of reference, critic and teacher, where flags name them
 
     @property

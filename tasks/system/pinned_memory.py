@@ -20,7 +20,7 @@ class PinnedMemory:
     def __init__(self, size: int, flags: str):
         """Allocate `size` bytes. flags: those that need them, for the error: RuntimeError if they cannot be pinned."""
         memory = np.empty(size, dtype=np.uint8)
-        self.flat = torch.from_numpy(memory).zero_()  # by all threads: pinning maps missing pages one after another
+        self.flat = torch.from_numpy(memory).zero_()  # all threads map pages; pinning would map them one by one
         self._unpin = lambda: None
         if not torch.cuda.is_available():
             return

@@ -15,7 +15,7 @@ from ...bridge import runtime
 from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 
-FEATURE_BYTES = 2**32  # of a replica's features and their gradients in a window
+FEATURE_BYTES = 2**32  # largest size of a replica's features and their gradients in a window
 
 
 def media_windows(model: Model, batches: list[Batch]) -> list[slice]:

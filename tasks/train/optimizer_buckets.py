@@ -13,7 +13,7 @@ class Piece(NamedTuple):
     """Range of a parameter's elements, and their state."""
 
     group: int  # number of the parameter group
-    parameter: Tensor  # that the optimizer updates: an fp32 master, or the model's fp32 parameter
+    parameter: Tensor  # target of the update: an fp32 master, or the model's fp32 parameter
     start: int
     stop: int
     states: dict[str, StateTensor]  # exp_avg, exp_avg_sq, and param of a master

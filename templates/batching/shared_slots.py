@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing
 from torch.utils.data import get_worker_info
 
-MIN_BYTES = 2**20  # of an array; smaller ones are pickled
+MIN_BYTES = 2**20  # smallest array that is shared; others are pickled
 SLOT_BYTES = 2**28  # address space of the arrays of a batch, which takes memory where it was used
 
 _open_slots: "WeakValueDictionary[int, SharedSlots]" = WeakValueDictionary()

@@ -53,7 +53,7 @@ class VisionFamily:
 
     @property
     def has_video_processor(self) -> bool:
-        """Whether the settings of a processor of videos are read."""
+        """Return whether the settings of a processor of videos are read."""
         return self.processor == "qwen2_vl"
 
 

@@ -32,7 +32,7 @@ CASES = {
     "experts": (EXPERTS, {}, 203, 242),
     "experts, adapters": (EXPERTS, ADAPTERS, 271, 185),
 }
-READS = 8  # of a step, whatever its number of layers
+READS = 8  # host reads of a step, whatever its number of layers
 MARGIN = 1.05
 
 

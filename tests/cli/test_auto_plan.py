@@ -168,7 +168,7 @@ def test_the_largest_micro_batch_that_fits(gpus, words, capsys) -> None:
     gpus("NVIDIA H200", 143_771)
     assert micro_batch(capsys, words)[0] == 4  # 16 samples on 4 GPUs
     batch = "--global_batch_size 64"
-    assert micro_batch(capsys, words, batch)[0] == 8  # of 4,096 tokens: more than 32,768 would not be faster
+    assert micro_batch(capsys, words, batch)[0] == 8  # packs of 4,096 tokens: more than 32,768 would not be faster
     gpus()
     size, printed = micro_batch(capsys, words, batch)
     assert f"note: --micro_batch_size auto: {size}, for " in printed

@@ -147,7 +147,7 @@ def test_what_a_user_reads(flags: str, code: int, said: str, folder: Path, capsy
 
 
 def test_ended_with_its_command(tmp_path: Path) -> None:
-    """By SIGTERM, and by SIGKILL, which nobody can handle."""
+    """SIGTERM, and SIGKILL, which nobody can handle, both end them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         code = (
             "import sys; from megaswift.cli import tune; tune._end_on_signals(); "

@@ -86,7 +86,7 @@ def test_written_files_are_read_by_the_library(tmp_path):
 
 
 def test_an_empty_array_of_numpy_is_written(tmp_path):
-    """Of which the stride is 0, as of NumPy 2.5."""
+    """NumPy 2.5 gives empty arrays a stride of 0."""
     forms = {"none": TensorSpec(torch.int64, (0,)), "one": TensorSpec(torch.int64, (1,))}
     runs = {"none": torch.empty(0, dtype=torch.int64).as_strided((0,), (0,)), "one": torch.tensor([7])}
     write_shard(tmp_path / "part", forms, iter(runs.items()))

@@ -264,7 +264,7 @@ def test_towers_are_those_of_transformers(name):
     ],
 )
 def test_parameters_of_whole_models(name, published):
-    """What the hub counts in the files, towers included."""
+    """The hub's counts of the files' parameters, towers included."""
     about, found = text_model(name)
     vision = family_of(MODELS[name].config).describe(MODELS[name].config, vision=True).vision
     assert vision is not None

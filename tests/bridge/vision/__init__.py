@@ -130,7 +130,7 @@ def mistral3() -> Any:
 
 
 def ministral3() -> Any:
-    """With biases in its projector."""
+    """Variant whose projector has biases."""
     rope = YARN | {"llama_4_scaling_beta": 0.6, "mscale": 0.9, "mscale_all_dim": 0.6}
     return _mistral3({"model_type": "ministral3", "rope_parameters": rope}, multimodal_projector_bias=True)
 

@@ -35,7 +35,7 @@ from tests.templates.batching.pairs import PairStore
 
 
 def gradients(model: Model, chunks: list, batches: list[Batch]) -> list[torch.Tensor]:
-    """Of DPO, and of the mean log-probabilities that other losses compare."""
+    """Losses of DPO, and of the mean log-probabilities that other losses compare."""
     for chunk in chunks:
         chunk.train()
         chunk.zero_grad_buffer()

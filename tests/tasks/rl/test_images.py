@@ -104,7 +104,7 @@ def test_layouts_agree(layout: str, images: Place) -> None:
     ids=["videos", "images", "videos with positions in seconds"],
 )
 def test_a_server_generates_as_the_process_does(model: str, data: str, images: Place) -> None:
-    """With the weights of each step, the tower among them; some prompts have a video and an image."""
+    """Each step uses its own weights, the tower among them; some prompts have a video and an image."""
     if model == "seconds":
         tiny_vision.qwen2_5_vl(images.folder / model)
     flags = f"{data} {ALL} --beta 0 --steps_per_generation 1 --lr 3e-3"

@@ -16,7 +16,7 @@ from tests.tasks.vision_oracle import ALL, Oracle
 pytestmark = pytest.mark.slow
 PLACEHOLDERS = 5, 6  # token ids of images and videos
 MESSAGE = "<|im_start|>tool\nseen <|vision_start|><|image_pad|><|vision_end|>.<|im_end|>\n<|im_start|>assistant\n"
-GOALS = range(3, 24, 4)  # of prompts without images
+GOALS = range(3, 24, 4)  # numbers of prompts without images
 ROOM = 90  # tokens of an episode behind its prompt
 PLUGIN = """
 import math

@@ -19,7 +19,7 @@ PLACEHOLDERS = {"qwen3_vl": "<|image_pad|>", "glm4v": "<|image|>", "mistral3": "
 
 @pytest.mark.parametrize("family", PLACEHOLDERS)
 def test_inputs_are_those_of_the_processor(family: str, tmp_path) -> None:
-    """With images above the limits, which are the checkpoint's or others; one image twice."""
+    """Some images are above the limits, the checkpoint's or others; one image is there twice."""
     from transformers import AutoProcessor
 
     folder = tiny_vision.FAMILIES[family](tmp_path / family)

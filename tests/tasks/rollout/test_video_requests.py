@@ -76,7 +76,7 @@ def server(vision: VisionProcessor):
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_sent_frames_arrive(family: str, folder: Path, film: Path, tmp_path: Path) -> None:
-    """Of a file that is sampled, and of a list of frames, one of which is odd. Images beside them have their size."""
+    """Sampled frames of a file, and a list of three frames. Images beside them keep their size."""
     vision = vision_of(family, tmp_path)
     sources: list[Any] = [str(film), [str(folder / f"{number}.png") for number in range(3)]]
     media = [Medium("video", source) for source in sources]

@@ -144,7 +144,7 @@ def test_images_that_a_scheduler_sends(folder: Path) -> None:
 
 
 def test_videos(folder: Path) -> None:
-    """With images beside some: vLLM has one limit of sizes for both. A server survives bad ones."""
+    """Some have images beside them: vLLM has one limit of sizes for both. A server survives bad ones."""
     line = LINE.replace("rows.jsonl", "videos.jsonl")
     vllm = "--vllm_mode colocate --vllm_max_model_len 256 --output_dir videos"
     run(folder, PYTHON, "megatron", *f"{line} {vllm}".split())

@@ -1,4 +1,4 @@
-"""Whether the answers of pairs share their prompt, and why not."""
+"""Sharing of the prompt of a pair, and the reasons against it."""
 
 import pytest
 from megaswift.bridge.option_groups import compose

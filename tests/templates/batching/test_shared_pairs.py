@@ -30,7 +30,7 @@ def sizes(count: int, seed: int = 0) -> list[tuple[int, int, int, int]]:
 
 
 def documents_of(batch) -> list[tuple[list[int], list[tuple[int, float]]]]:
-    """Of each document of a row its tokens, and its labels with their weights, where these are not 0."""
+    """Return the tokens of each document of a row, and its labels with their weights, where these are not 0."""
     bounds, grouping = batch.cu_seqlens.tolist(), batch.grouping
     tokens, labels, weights = (x[0].tolist() for x in (batch.tokens, batch.labels, batch.loss_weights))
     prefixes = [-1] * (len(bounds) - 1) if batch.prefixes is None else batch.prefixes.tolist()
