@@ -3,13 +3,14 @@
 import base64
 import json
 import os
-import select
 import shutil
 import subprocess
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from megaswift.tasks.system.readable import readable
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome"))), None)
 SWITCHES = (
@@ -69,7 +70,7 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            assert select.select([self._input], [], [], PATIENCE)[0], "Chromium does not answer"
+            assert readable([self._input], PATIENCE), "Chromium does not answer"
             self._buffer += os.read(self._input, 2**20)
         line, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(line)
