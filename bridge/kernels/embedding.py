@@ -9,29 +9,74 @@ from torch import Tensor
 from . import LaunchArgs
 from .weight_gradient import mark_grad_added
 
-BLOCKS: LaunchArgs = {"ROWS": 16, "COLUMNS": 256}  # block of gradients that a program sums per iteration
+PLACES, COLUMNS = 32, 256  # of the gradients that a program sums
+BLOCKS: LaunchArgs = {"PLACES": PLACES, "COLUMNS": COLUMNS, "num_warps": 1}
 
 
 @triton.jit
-def _add_rows_kernel(total, ids, order, grads, rows, size, places, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add the gradients of all positions of an id to its row, in the program of its first position."""
-    start = tl.program_id(0)
-    row = tl.load(ids + start)
-    first = row != tl.load(ids + start - 1, mask=start > 0, other=-1)
-    if first & (row >= 0) & (row < rows):
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+def _add_to_row(total, row, rows, size, column, more):
+    if (row >= 0) & (row < rows):
         target = total + row.to(tl.int64) * size + column
-        row_sum = tl.load(target, mask=column < size, other=0.0)
-        more = True
-        while more:
-            place = start + tl.arange(0, ROWS)
-            is_same = tl.load(ids + place, mask=place < places, other=-1) == row
-            source = tl.load(order + place, mask=is_same, other=0)[:, None] * size + column[None, :]
-            x = tl.load(grads + source, mask=is_same[:, None] & (column < size)[None, :], other=0.0).to(tl.float32)
-            row_sum += tl.sum(x, 0)
-            start += ROWS
-            more = tl.min(is_same.to(tl.int32), 0) == 1
-        tl.store(target, row_sum, mask=column < size)
+        tl.store(target, tl.load(target, mask=column < size, other=0.0) + more, mask=column < size)
+
+
+@triton.jit
+def _add_rows(
+    total, ids, order, grads, edges, rows, size, places, PLACES: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Sum the gradients of each id in a block of sorted places, and add them to its row.
+
+    The sums of ids that are in other blocks too go to `edges` [blocks, 2, size]: [0] has the first id's if it is in
+    the block before too, [1] the last id's if it is in the block after too and not in [0].
+    """
+    block = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    start = block * PLACES
+    end = tl.minimum(start + PLACES, places)
+    row = tl.load(ids + start)
+    is_continued = row == tl.load(ids + start - 1, mask=start > 0, other=-1)
+    edges += block.to(tl.int64) * 2 * size + column
+    row_sum = tl.zeros((COLUMNS,), tl.float32)
+    for place in range(start, end):
+        place_row = tl.load(ids + place)
+        if place_row != row:
+            if is_continued:
+                tl.store(edges, row_sum, mask=column < size)
+            else:
+                _add_to_row(total, row, rows, size, column, row_sum)
+            is_continued = False
+            row_sum = tl.zeros((COLUMNS,), tl.float32)
+            row = place_row
+        source = grads + tl.load(order + place) * size + column
+        row_sum += tl.load(source, mask=column < size, other=0.0).to(tl.float32)
+    goes_on = row == tl.load(ids + end, mask=end < places, other=-1)
+    if is_continued:
+        tl.store(edges, row_sum, mask=column < size)
+    elif goes_on:
+        tl.store(edges + size, row_sum, mask=column < size)
+    else:
+        _add_to_row(total, row, rows, size, column, row_sum)
+
+
+@triton.jit
+def _add_edges(total, ids, edges, rows, size, places, PLACES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add the sums of an id that is in more than one block to its row, in the program of the first one."""
+    block = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    last = block * PLACES + PLACES - 1
+    row = tl.load(ids + last, mask=last < places, other=-1)
+    begins_here = row != tl.load(ids + block * PLACES - 1, mask=block > 0, other=-1)
+    next_row = tl.load(ids + last + 1, mask=last + 1 < places, other=-1)
+    if begins_here & (row == next_row) & (row >= 0):
+        block_edges = edges + block.to(tl.int64) * 2 * size + column
+        row_sum = tl.load(block_edges + size, mask=column < size, other=0.0)
+        first = last + 1
+        while next_row == row:
+            block_edges += 2 * size
+            row_sum += tl.load(block_edges, mask=column < size, other=0.0)
+            first += PLACES
+            next_row = tl.load(ids + first, mask=first < places, other=-1)
+        _add_to_row(total, row, rows, size, column, row_sum)
 
 
 def add_rows(total: Tensor, ids: Tensor, grads: Tensor) -> None:
@@ -39,11 +84,15 @@ def add_rows(total: Tensor, ids: Tensor, grads: Tensor) -> None:
 
     Ids below 0 or beyond the last row are ignored.
     """
+    if not len(ids):
+        return
     ids, order = ids.to(torch.int32).sort(stable=True)
     rows, size = total.shape
-    if len(ids):
-        grid = (len(ids), triton.cdiv(size, BLOCKS["COLUMNS"]))
-        _add_rows_kernel[grid](total, ids, order, grads.contiguous(), rows, size, len(ids), **BLOCKS)
+    blocks = triton.cdiv(len(ids), PLACES)
+    grid = (blocks, triton.cdiv(size, COLUMNS))
+    edges = total.new_empty(blocks, 2, *total.shape[1:])
+    _add_rows[grid](total, ids, order, grads.contiguous(), edges, rows, size, len(ids), **BLOCKS)
+    _add_edges[grid](total, ids, edges, rows, size, len(ids), **BLOCKS)
 
 
 class Embedding(torch.autograd.Function):

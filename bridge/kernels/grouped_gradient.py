@@ -10,10 +10,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import LaunchArgs
 
-# A program computes a tile of OUT x IN, ROWS rows per iteration. More than one program fits on a multiprocessor: one
+# A program computes a tile of OUT x IN. More than one program fits on a multiprocessor: one
 # multiplies while the other adds to `main_grad`, which takes longer.
-OUT, IN, ROWS = 128, 128, 64
-WARPS = {True: 4, False: 8}  # with and without the copy engine
+OUT, IN = 128, 128
+# Rows per iteration and stages, with and without the copy engine
+ROWS, STAGES, WARPS = {True: 32, False: 64}, {True: 5, False: 3}, 8
 
 
 def add_products(totals: Tensor, grad_output: Tensor, inputs: Tensor, ends: Tensor) -> None:
@@ -26,10 +27,11 @@ def add_products(totals: Tensor, grad_output: Tensor, inputs: Tensor, ends: Tens
     grads, values = grad_output.contiguous(), inputs.contiguous()
     grid = (triton.cdiv(out_size, OUT) * triton.cdiv(in_size, IN), experts)
     has_copy_engine = all(_supports_copy_engine(rows) for rows in (grads, values))
-    blocks: LaunchArgs = {"OUT": OUT, "IN": IN, "ROWS": ROWS, "num_warps": WARPS[has_copy_engine], "num_stages": 3}
+    iteration_rows, stages = ROWS[has_copy_engine], STAGES[has_copy_engine]
+    blocks: LaunchArgs = {"OUT": OUT, "IN": IN, "ROWS": iteration_rows, "num_warps": WARPS, "num_stages": stages}
     if has_copy_engine:
         grads, values = (
-            TensorDescriptor.from_tensor(rows, [ROWS, width]) for rows, width in ((grads, OUT), (values, IN))
+            TensorDescriptor.from_tensor(rows, [iteration_rows, width]) for rows, width in ((grads, OUT), (values, IN))
         )
     _add_products[grid](totals, grads, values, ends, out_size, in_size, COPY_ENGINE=has_copy_engine, **blocks)
 

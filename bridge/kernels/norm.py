@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from . import LaunchArgs
+from .partial_sums import sum_parts
 
 TILE = 4096  # elements per tile, which has full rows
-WARPS = 8
-# Programs per multiprocessor in the backward pass, as many as fit: each sums the weight's gradient over its rows.
-PROGRAMS = 2
+FORWARD_WARPS, BACKWARD_WARPS, WIDE_WARPS = 4, 8, 16  # wide: rows longer than a tile
+PROGRAMS = 3  # per multiprocessor in the backward pass: each sums the weight's gradient over its rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
@@ -61,17 +61,17 @@ class _Norm(torch.autograd.Function):
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)
         means = torch.empty_like(scales) if centred else None
         if rows:
-            blocks = _blocks(size)
+            blocks = _blocks(size, FORWARD_WARPS)
             inputs = (*_rows(x), weight, bias, output, scales, means, rows, size, eps)
             _forward[(-(-rows // blocks["DOWN"]),)](*inputs, zero_centred, **blocks)  # pyright: ignore[reportArgumentType]
-        ctx.save_for_backward(x, weight, scales, means)
+        ctx.save_for_backward(x, weight, bias, scales, means)
         return (output, x) if residual else output
 
     @staticmethod
     def backward(ctx, grad: Tensor, grad_residual: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, scales, means = ctx.saved_tensors
+        x, weight, bias, scales, means = ctx.saved_tensors
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
-        blocks = _blocks(size)
+        blocks = _blocks(size, BACKWARD_WARPS)
         programs = min(-(-rows // blocks["DOWN"]), PROGRAMS * _multiprocessors(x.device))
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         parts, bias_parts = (
@@ -84,7 +84,10 @@ class _Norm(torch.autograd.Function):
                 *_rows(grad), *_rows(x), residual, weight, scales, means, grad_x, parts, bias_parts, rows, size,
                 ctx.zero_centred, **blocks,
             )  # fmt: skip
-        grads = (None if part is None else part.sum(0).to(weight.dtype) for part in (parts, bias_parts))
+        grads = (
+            None if part is None else sum_parts(parameter, part)
+            for parameter, part in ((weight, parts), (bias, bias_parts))
+        )
         return grad_x, *grads, None, None, None, None
 
 
@@ -96,9 +99,9 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     return x, x.shape[1], x.stride(0), x.stride(1)
 
 
-def _blocks(size: int) -> LaunchArgs:
+def _blocks(size: int, warps: int) -> LaunchArgs:
     across = triton.next_power_of_2(size)
-    return {"DOWN": max(TILE // across, 1), "ACROSS": across, "num_warps": WARPS if across <= TILE else 16}
+    return {"DOWN": max(TILE // across, 1), "ACROSS": across, "num_warps": warps if across <= TILE else WIDE_WARPS}
 
 
 def _multiprocessors(device: torch.device) -> int:

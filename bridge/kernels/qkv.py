@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import LaunchArgs
+from . import LaunchArgs, rotate_heads
+from .partial_sums import sum_parts
 
 # Planes per tile, and warps: forward 16 bytes of bf16 per thread, backward fewer since more values are kept.
-FORWARD, BACKWARD = (1024, 4), (512, 4)
+FORWARD, BACKWARD, UNALIGNED_BACKWARD = (512, 4), (512, 2), (512, 4)
 PROGRAMS = 2048  # approximate number in a backward pass; each sums its tokens' part of the norms' gradients
 
 
@@ -70,13 +71,18 @@ class _SplitHeads(torch.autograd.Function):
         key = qkv.new_empty(sequence, batch, layout.groups, padded_dim)
         value = grouped[..., -1, :] if layout.view_value else torch.empty_like(key)
         gate = grouped[..., layout.queries : 2 * layout.queries, :] if layout.gated else None
+        ctx.save_for_backward(None if q_weight is None else qkv, q_weight, k_weight, cos, sin)
+        ctx.shape, ctx.layout = qkv.shape, layout
+        ctx.only_rotates = q_weight is None and _only_rotates(layout, cos)
+        if ctx.only_rotates and cos is not None and sin is not None and padded_dim == layout.dim:
+            outputs = [x.flatten(0, 1) for x in (query, key, value)]
+            rotate_heads.rotate_heads(grouped.flatten(0, 1).unbind(2), outputs, cos, sin)
+            return query, key, value, None
         grid, constants = _launch(layout, sequence * batch, q_weight, cos, *FORWARD)
         _forward[grid](
             qkv, query, key, value, q_weight, k_weight, cos, sin, sequence * batch, batch, *_strides(cos), layout.eps,
             COPY=not layout.view_value, PADDED=padded_dim, **constants,
         )  # fmt: skip
-        ctx.save_for_backward(None if q_weight is None else qkv, q_weight, k_weight, cos, sin)
-        ctx.shape, ctx.layout = qkv.shape, layout
         return query, key, value, gate
 
     @staticmethod
@@ -87,7 +93,16 @@ class _SplitHeads(torch.autograd.Function):
         query, key, value, gate = (None if grad is None else _flatten_tokens(grad) for grad in grads)
         assert query is not None
         grad_qkv = query.new_empty(ctx.shape)
-        (tiles, groups), constants = _launch(layout, sequence * batch, q_weight, cos, *BACKWARD)
+        if ctx.only_rotates:
+            assert key is not None
+            assert value is not None
+            inputs = [x[..., : layout.dim] for x in (query, key, value)]
+            outputs = grad_qkv.view(-1, layout.groups, 3, layout.dim).unbind(2)
+            rotate_heads.rotate_heads(inputs, outputs, cos, sin, inverse=True)
+            return grad_qkv, None, None, None, None, None
+        (tiles, groups), constants = _launch(
+            layout, sequence * batch, q_weight, cos, *(UNALIGNED_BACKWARD if layout.dim % 32 else BACKWARD)
+        )
         programs = min(tiles, -(-PROGRAMS // groups))
         sums = None
         if any(ctx.needs_input_grad[1:3]):
@@ -99,8 +114,13 @@ class _SplitHeads(torch.autograd.Function):
         )  # fmt: skip
         if sums is None:
             return grad_qkv, None, None, None, None, None
-        q_weight_grad, k_weight_grad = sums.sum(0)
-        return grad_qkv, q_weight_grad.to(q_weight.dtype), k_weight_grad.to(k_weight.dtype), None, None, None
+        return grad_qkv, sum_parts(q_weight, sums[:, 0]), sum_parts(k_weight, sums[:, 1]), None, None, None
+
+
+def _only_rotates(layout: HeadLayout, cos: Tensor | None) -> bool:
+    """Return whether heads without norms take the kernel of rotate_heads.py."""
+    is_plain = layout.queries == 1 and not (layout.gated or layout.interleaved or layout.view_value)
+    return is_plain and rotate_heads.is_supported(layout.dim, cos)
 
 
 def _flatten_tokens(grad: Tensor) -> Tensor:

@@ -18,6 +18,14 @@ def has_main_grad(weight: Tensor) -> bool:
     return total is not None and total.dtype == torch.float32
 
 
+def needs_grad_in_hook(weight: Tensor) -> bool:
+    """Return whether the hook of a weight that the embedding and the output layer share expects a gradient.
+
+    It does if it overlaps reductions (`has_overlapped_reduction`, which train/optimizer.py sets).
+    """
+    return getattr(weight, "zero_out_wgrad", False) and getattr(weight, "has_overlapped_reduction", False)
+
+
 def accumulate_product(total: Tensor, grad_output: Tensor, inputs: Tensor) -> None:
     """Compute total += grad_output^T @ inputs, without rounding to the inputs' dtype.
 
@@ -35,8 +43,8 @@ def mark_grad_added(weight: Tensor) -> Tensor | None:
     """Mark the full gradient as added to `main_grad`. Return what the backward pass must return for `weight`."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
-        # The weight is tied to the embedding: the hook adds autograd's sum of both gradients, and runs after the
-        # embedding's.
+        # The embedding and the output layer share the weight. The hook runs after both, and adds autograd's gradient
+        # of the one that did not add its own.
         return None
     # The weight itself is the dummy gradient, which takes no memory: autograd keeps it as `grad`, without a copy, until
     # the hook drops it. An existing `grad` would be added to, so that case needs zeros.

@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from ..kernels import usable
-from ..kernels.weight_gradient import has_main_grad
+from ..kernels.weight_gradient import has_main_grad, needs_grad_in_hook
 
 
 class AccumulatingEmbedding(VocabParallelEmbedding):
@@ -19,9 +19,10 @@ class AccumulatingEmbedding(VocabParallelEmbedding):
         With sequence parallelism: [sequence / TP, batch, hidden_size].
         """
         weight = self.weight
-        # If it is tied to the output matrix, its gradient hook needs autograd's dense gradient.
-        is_tied = getattr(weight, "zero_out_wgrad", False)
-        if not (torch.is_grad_enabled() and has_main_grad(weight) and not is_tied and usable(weight, input_)):
+        if (
+            not (torch.is_grad_enabled() and has_main_grad(weight) and usable(weight, input_))
+            or needs_grad_in_hook(weight)
+        ):  # fmt: skip
             return super().forward(input_)
         from ..kernels.embedding import Embedding
 

@@ -73,6 +73,9 @@ def wrap_for_data_parallelism(
         DistributedDataParallel(model.config, config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model.chunks)
     ]
+    for chunk in model.chunks if overlap_reduce else ():
+        for parameter in chunk.parameters():
+            parameter.has_overlapped_reduction = True  # type: ignore[attr-defined]
     single_or_list = (lambda hooks: hooks[0]) if len(chunks) == 1 else (lambda hooks: hooks)
     model.config.finalize_model_grads_func = finalize_model_grads
     if overlap_reduce:

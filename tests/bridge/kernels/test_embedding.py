@@ -37,9 +37,9 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_layer_in_the_place_of_megatron_cores(shared, alone, device):
-    """Shared with the output layer its gradient is autograd's: the hook adds that of both."""
+@pytest.mark.parametrize("use", ["alone", "tied", "tied, overlapped"])
+def test_the_layer_in_the_place_of_megatron_cores(use, alone, device):
+    """Where the hook of a tied weight expects a gradient, autograd's is left to it."""
     from megaswift.bridge.layers.embedding import AccumulatingEmbedding
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import VocabParallelEmbedding
@@ -53,10 +53,41 @@ def test_the_layer_in_the_place_of_megatron_cores(shared, alone, device):
     layer.__class__ = AccumulatingEmbedding
     weight = layer.weight
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-    if shared:
-        weight.zero_out_wgrad = True
+    weight.zero_out_wgrad, weight.has_overlapped_reduction = use != "alone", use == "tied, overlapped"
     found = layer(ids)
     found.backward(slopes)
     assert torch.equal(found, before)
-    assert weight.grad_added_to_main_grad != shared
-    torch.testing.assert_close(weight.grad if shared else weight.main_grad, expected)
+    assert weight.grad_added_to_main_grad == (use != "tied, overlapped")
+    if use != "alone":
+        assert (weight.grad is None) == (use == "tied")
+    torch.testing.assert_close(weight.grad if use == "tied, overlapped" else weight.main_grad, expected)
+
+
+def test_a_tied_weight_gets_the_gradients_of_both_uses(alone, device):
+    """As megatron-core's hook sums them, over two micro batches; the output layer's is autograd's, or its own."""
+    from megaswift.bridge.kernels.embedding import Embedding
+    from megaswift.bridge.kernels.weight_gradient import linear
+
+    torch.manual_seed(0)
+    ids = torch.tensor([[3, 17, 3], [0, 5, 3]], device=device)
+    for multiply in (linear, torch.nn.functional.linear):
+        weight = torch.nn.Parameter(torch.randn(18, 30, device=device))
+        weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros_like(weight), False, True
+        calls = []
+
+        def hook(*_, weight=weight, calls=calls):
+            calls.append(weight.grad)
+            if weight.grad is not None:
+                weight.main_grad.add_(weight.grad)
+            weight.grad = None
+
+        accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+        accumulator.register_hook(hook)
+        exact = weight.detach().double().requires_grad_()
+        for _ in range(2):
+            rows = Embedding.apply(weight, ids, False).flatten(0, 1)
+            multiply(rows, weight, None).square().sum().backward()
+            rows = torch.nn.functional.embedding(ids, exact).flatten(0, 1)
+            torch.nn.functional.linear(rows, exact).square().sum().backward()
+        assert len(calls) == 2
+        torch.testing.assert_close(weight.main_grad.double(), exact.grad, rtol=1e-5, atol=1e-3)

@@ -12,6 +12,8 @@ CASES = {
     "norms, nothing turns": {"norm": True, "planes": 0, "view": True},
     "one query a group, half turns": {"queries": 1, "planes": 4},
     "no norms, heads padded with zeros": {"queries": 1, "dim": 18, "planes": 9, "padded": 40},
+    "no norms, 12 planes": {"queries": 1, "dim": 24, "planes": 12},
+    "no norms, 12 planes, padded": {"queries": 1, "dim": 24, "planes": 12, "padded": 32},
     "norms, gates, neighbours turn, padded": {"norm": True, "gated": True, "interleaved": True, "padded": 32},
     "frozen norms, gates": {"norm": True, "frozen": True, "gated": True, "view": True},
 }
