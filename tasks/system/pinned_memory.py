@@ -1,5 +1,6 @@
 """Host memory that a GPU reads and writes directly. torch's pinned allocator would round up to a power of two."""
 
+import mmap
 import weakref
 from typing import Any
 
@@ -14,12 +15,17 @@ BLOCK = 2**28  # bytes that are pinned in one call
 class PinnedMemory:
     """Zeros in host memory, pinned if there is a GPU, and until `close` or until no tensor uses them.
 
+    Processes that this one forks, as the data loader's workers, do not have the memory: Linux would copy pinned pages
+    for each of them.
+
     flat: uint8 [size]
     """
 
     def __init__(self, size: int, flags: str):
         """Allocate `size` bytes. flags: those that need them, for the error: RuntimeError if they cannot be pinned."""
-        memory = np.empty(size, dtype=np.uint8)
+        pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_DONTFORK)
+        memory = np.frombuffer(pages, np.uint8, count=size)
         self.flat = torch.from_numpy(memory).zero_()  # all threads map pages; pinning would map them one by one
         self._unpin = lambda: None
         if not torch.cuda.is_available():
