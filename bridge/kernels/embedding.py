@@ -88,7 +88,7 @@ def add_rows(total: Tensor, ids: Tensor, grads: Tensor) -> None:
         return
     ids, order = ids.to(torch.int32).sort(stable=True)
     rows, size = total.shape
-    blocks = triton.cdiv(len(ids), PLACES)
+    blocks = -(-len(ids) // PLACES)
     grid = (blocks, triton.cdiv(size, COLUMNS))
     edges = total.new_empty(blocks, 2, *total.shape[1:])
     _add_rows[grid](total, ids, order, grads.contiguous(), edges, rows, size, len(ids), **BLOCKS)
