@@ -8,6 +8,7 @@ from . import (
     cohere2,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     dots1,
     ernie4_5,
     ernie4_5_moe,
@@ -24,6 +25,7 @@ from . import (
     glm4_moe_lite,
     glm4v_moe_text,
     glm4v_text,
+    glm_moe_dsa,
     gpt_oss,
     granite,
     granitemoe,
@@ -69,6 +71,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
         glm4v_text, glm4v_moe_text, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
+        deepseek_v32, glm_moe_dsa,
     )
 )  # fmt: skip
 

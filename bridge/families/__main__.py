@@ -32,6 +32,9 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
 - query heads and dense widths divide by TP, experts by EP, an expert's width by ETP; key heads may be fewer than TP;
 - the key heads of gated delta nets divide by TP x CP; on GPUs their kernels are those of flash-linear-attention
   (`pip install flash-linear-attention`), and a run without it says so in a warning;
+- documents with more tokens than a lightning indexer selects (`index_topk`) take attention in plain PyTorch, in chunks:
+  right and bounded in memory, and no faster than attention to all keys; the others take the kernels of every model;
+- the layers of a GLM-5 that attend to the keys of an earlier layer are in one pipeline stage with it;
 - experts under TP train with sequence parallelism only (megatron-core's rule);
 - layers with attention and MLP in parallel keep the output of their norm under `--recompute_modules layernorm`.
 
@@ -101,6 +104,7 @@ def _line(family: Family) -> str:
     features = {
         "gated delta nets": len(attention) < len(layers),
         "latent attention (MLA)": is_latent,
+        "a lightning indexer": architecture.sparse,
         "attention": not is_latent,
         "windows": any(layer.window for layer in attention),
         "chunks": any(layer.chunk for layer in attention),

@@ -151,6 +151,7 @@ class LatentAttention(MegatronModule):
             [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1
         )
         latent = self.kv_layernorm(latent)
+        selection = self._select(hidden_states, query_source, documents)
         # The heads of every rank use the shared key, so its gradient is summed over the ranks.
         if self.config.sequence_parallel:
             rope_key = tensor_parallel.gather_from_sequence_parallel_region(rope_key, group=self.tp_group)
@@ -168,9 +169,10 @@ class LatentAttention(MegatronModule):
         )
         query, key, value = project(query_source, latent, rope_key)
         if self.recomputes_core and self.training:
-            context = tensor_parallel.checkpoint(partial(self._attend, documents=documents), False, query, key, value)
+            attend = partial(self._attend, documents=documents, selection=selection)
+            context = tensor_parallel.checkpoint(attend, False, query, key, value)
         else:
-            context = self._attend(query, key, value, documents)
+            context = self._attend(query, key, value, documents, selection)
         if checkpoint is not None:
             checkpoint.discard_output_and_register_recompute(context)
         output, _ = self.linear_proj(context)
@@ -195,7 +197,13 @@ class LatentAttention(MegatronModule):
         rotated_key = self.core_attention.rotate(rope_key.unsqueeze(2), documents).expand(-1, -1, self.heads, -1)
         return query, torch.cat((key, rotated_key), dim=-1), value.contiguous()
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+    def _select(self, hidden_states: Tensor, query_source: Tensor, documents: Documents) -> Tensor | None:
+        """Return the keys that each query attends to, for `_attend`; None: all of its document, up to itself."""
+        return None
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, selection: Tensor | None
+    ) -> Tensor:
         """Return the attention output, [sequence, batch, heads * v_head_dim]."""
         # Flash kernels need values as wide as keys: pad with zeros, and slice the output.
         padding = self.query_dim - value.shape[-1] if self.core_attention.kernel != "sdpa" else 0

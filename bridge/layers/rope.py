@@ -134,6 +134,14 @@ def make_rotary_tables(
     return RotaryTables(cos.to(dtype), sin.to(dtype), row_angles, rule.interleaved, plane_cos_sin)
 
 
+def slice_rotary(rotary: RotaryTables, start: int, stop: int, *, interleaved: bool) -> RotaryTables:
+    """Return the tables of the positions start..stop, for the same frequencies in this order of the dimensions."""
+    cos, sin = (x[start:stop] for x in rotary.plane_cos_sin)
+    tables = [x.repeat_interleave(2, dim=-1) if interleaved else torch.cat((x, x), dim=-1) for x in (cos, sin)]
+    full_cos, full_sin = (x.unsqueeze(2).to(rotary.cos.dtype) for x in tables)
+    return RotaryTables(full_cos, full_sin, None, interleaved, (cos, sin))
+
+
 def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
     """Rotate the first dimensions of x [sequence, batch, heads, head_dim], as many as `rotary` has."""
     dim = rotary.cos.shape[-1]

@@ -33,6 +33,7 @@ from .parallel_block import ParallelLayer
 from .residual import ResidualAdd, ScaledLayer
 from .router import Router
 from .self_attention import FusedSelfAttention, LayerSelfAttention, heads_config, supports_fused_heads
+from .sparse_attention import SparseLatentAttention
 
 
 def block_spec(
@@ -136,7 +137,8 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
     )
     if config.multi_latent_attention:
         # Two linears follow the norm, so it is separate.
-        attention = ModuleSpec(module=LatentAttention, submodules=LatentAttentionSubmodules(column, row, norm))
+        latent = SparseLatentAttention if architecture.sparse else LatentAttention
+        attention = ModuleSpec(module=latent, submodules=LatentAttentionSubmodules(column, row, norm))
         norm_input = branch_norm
     elif layer.mixer == "gated_delta_net":
         attention = ModuleSpec(module=GatedDeltaNet, params={"in_proj": norm_column, "out_proj": row})

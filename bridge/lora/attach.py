@@ -60,7 +60,8 @@ def attach_adapters(
     for chunk in model.parts:
         for name, parameter in list(chunk.named_parameters()):
             key, view = next(iter_views(chunk, name, parameter))
-            parameter.requires_grad_(key in plan.modules_to_save or (key == OUTPUT and bool(plan.copies)))
+            is_trained = key in plan.modules_to_save or (key == OUTPUT and bool(plan.copies))
+            parameter.requires_grad_(is_trained and parameter.requires_grad)  # no loss reaches those built without
             if key in plan.adapted:
                 _check_rank(settings, key, entries[key], view, architecture)
                 module: Any = chunk.get_submodule(name.rpartition(".")[0])

@@ -60,6 +60,16 @@ class QueryGrowth(NamedTuple):
     has_rope: bool = True  # in the layers with a rope, or in those without
 
 
+class SparseAttention(NamedTuple):
+    """Lightning indexers that select the keys of each query (DeepSeek-V3.2); see layers/sparse_attention.py."""
+
+    topk: int  # number of keys that a query attends to
+    heads: int
+    head_dim: int
+    interleaved: bool  # order of its rope, which has attention's frequencies and rotates the first dimensions of a head
+    sources: tuple[int, ...]  # for each layer, the one whose indexer selects its keys: itself or an earlier one
+
+
 class Projector(NamedTuple):
     """Merger whose MLP has the width of the language model."""
 
@@ -143,6 +153,7 @@ class Architecture:
     qk_norm: str = "head"
     value_norm: bool = False  # values of each head are divided by their root mean square
     query_growth: QueryGrowth | None = None
+    sparse: SparseAttention | None = None  # with multi_latent_attention only
     expert_bias: bool = False  # biases of both linear layers of each expert
     routing: Routing | None = None  # None: the moe_router settings in `transformer` suffice
     mtp_depths: int = 0  # layers of multi-token prediction to build; see layers/mtp.py

@@ -1,6 +1,7 @@
 """Translation of architecture and options into megatron-core's TransformerConfig."""
 
 import functools
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from .. import runtime
 from ..kernels import usable
 from ..layers.mlp import XIELU
 from ..mapping import fp8
-from ..mapping.param_mapping import Architecture, TransformerArgs
+from ..mapping.param_mapping import Architecture, SparseAttention, TransformerArgs
 from ..options import BuildOptions, RecomputeOptions
 from ..pipeline_layout import divide_layers, virtual_pipeline_size
 from .kernel_selection import Kernels
@@ -35,7 +36,10 @@ def transformer_config(
     is_pipelined = options.pipeline_model_parallel_size > 1
     virtual_pipeline = virtual_pipeline_size(options)
     overlap_p2p = options.overlap_p2p_comm and virtual_pipeline is not None
-    divide_layers(options, architecture.transformer["num_layers"])  # its errors name flags; megatron-core asserts
+    # Its errors name flags; megatron-core asserts.
+    layer_counts = divide_layers(options, architecture.transformer["num_layers"])
+    if architecture.sparse:
+        _check_selections(architecture.sparse, layer_counts)
     last_stage = options.decoder_last_pipeline_num_layers
     if options.pipeline_model_parallel_size == 2 and options.decoder_first_pipeline_num_layers is not None:
         last_stage = None  # follows from the first; with VPP megatron-core would divide by the stages between them
@@ -100,6 +104,18 @@ def transformer_config(
     is_fused = config.bias_activation_fusion and config.gated_linear_unit
     config.use_te_activation_func = is_fused or config.activation_func is XIELU
     return config
+
+
+def _check_selections(sparse: SparseAttention, layer_counts: list[int]) -> None:
+    """Raise ValueError if a pipeline stage begins with a layer that attends to the keys selected in another stage."""
+    for first in accumulate(layer_counts[:-1]):
+        if first < len(sparse.sources) and sparse.sources[first] != first:
+            selecting = sorted(set(sparse.sources))
+            raise ValueError(
+                f"--pipeline_model_parallel_size: a stage begins with layer {first}, which attends to the keys that "
+                f"layer {sparse.sources[first]} selects, in another stage. Divide the layers so that stages begin with "
+                f"any of {selecting}, by --pipeline_model_parallel_layout or --decoder_first_pipeline_num_layers"
+            )
 
 
 def _recompute_settings(options: RecomputeOptions, kernels: Kernels, attention_backend: str) -> TransformerArgs:

@@ -61,13 +61,18 @@ def freeze(
     if model.config.fp8_param:
         raise ValueError("--fp8_param_gather true cannot be used with frozen weights. Remove it")
     entries = expand_mappings(family_of(hf_config), hf_config, model.architecture, names)
-    sizes = {weight: size for weight, (size, _) in _collect_weights(model, entries).items()}
+    weights = _collect_weights(model, entries)
+    sizes = {weight: size for weight, (size, _) in weights.items()}
+    untrainable = {weight for weight, (_, is_trained) in weights.items() if not is_trained}
     names_by_weight = _map_names(entries, sizes, model.architecture)
     frozen = _select_first(sizes, list(names_by_weight), options.freeze_parameters_ratio)
     frozen |= _match(names_by_weight, *freezing, flag="--freeze_parameters")
     if vision:
         frozen |= {weight for weight in names_by_weight if is_frozen(weight, vision)}
-    frozen -= _match(names_by_weight, *unfreezing, flag="--trainable_parameters")
+    named = _match(names_by_weight, *unfreezing, flag="--trainable_parameters")
+    if named and named <= untrainable:
+        raise ValueError(f"--trainable_parameters: no loss reaches {_example(named)}, which is frozen. Name others")
+    frozen = frozen - named | untrainable
     if frozen == names_by_weight.keys():
         raise ValueError(
             "--freeze_parameters (or its regex, or ratio; --freeze_llm, --freeze_vit, --freeze_aligner) leaves nothing "
@@ -78,6 +83,11 @@ def freeze(
             parameter.requires_grad_(weight not in frozen)
     for chunk in model.chunks:
         enable_grads_through_frozen(chunk, has_trained_input=model.vision is not None and model.vision.trains)
+
+
+def _example(weights: set[ParamKey]) -> str:
+    weight = min(weights, key=lambda weight: (weight.name, weight.layer or 0))
+    return weight.name.format(layer=weight.layer)
 
 
 def is_frozen(weight: ParamKey, options: VisionOptions) -> bool:

@@ -86,7 +86,7 @@ class Flops:
         layers: tuple[Layer, ...] = sizes.architecture.layers  # type: ignore[attr-defined]
         attention_layers = [layer for layer in layers if layer.mixer == "attention"]
         delta_layers = len(layers) - len(attention_layers)
-        attention, pair = attention_of(Layer())
+        attention, _ = attention_of(Layer())
         matrices = 3 if sizes.gated_linear_unit else 2
         dense_ffn = sizes.ffn_hidden_size or 4 * hidden
         dense = matrices * hidden * dense_ffn
@@ -107,9 +107,11 @@ class Flops:
         depths = sizes.architecture.mtp_depths  # type: ignore[attr-defined]
         parameters += depths * (2 * hidden * hidden + attention + (sparse or dense))
         pairs: Counter[tuple[int | None, int | None]] = Counter()
-        for layer in attention_layers:
-            pairs[layer.window, layer.chunk] += attention_of(layer)[1]
-        full_attention = pairs.pop((None, None), 0) + depths * pair
+        sparse = sizes.architecture.sparse  # type: ignore[attr-defined]
+        topk = sparse.topk if sparse else None  # a query sees as many keys as in a window of this length
+        for layer in (*attention_layers, *[Layer()] * depths):
+            pairs[layer.window or topk, layer.chunk] += attention_of(layer)[1]
+        full_attention = pairs.pop((None, None), 0)
         limited = tuple((window, chunk, flops) for (window, chunk), flops in pairs.items())
         output = hidden * vocab_size
         return cls(parameters + (1 + depths) * output, full_attention, limited, 0 if depths else output, trained)

@@ -80,6 +80,16 @@ def changed(**fields: Any) -> Fault:
     return Fault(architecture=lambda about: replace(about, **fields))
 
 
+def changed_sparse(**fields: Any) -> Fault:
+    """Fields of the architecture's sparse attention have other values."""
+
+    def change(about: Architecture) -> Architecture:
+        assert about.sparse is not None
+        return replace(about, sparse=about.sparse._replace(**fields))
+
+    return Fault(architecture=change)
+
+
 def layers_changed(**fields: Any) -> Fault:
     """Fields of the layers have other values, in the layers that have one."""
 

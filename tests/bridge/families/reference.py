@@ -19,6 +19,7 @@ from tests.bridge.families import VOCAB, Tiny
 PACKS = ((70, 5, 23), (33, 2, 46))
 PACK, LONGEST = 112, 72
 LABELS = slice(None, None, -9)  # whose log-probabilities are compared: from the vocabulary's last token down
+MASKED = -1e30  # transformers' scores of future keys are about torch.finfo(torch.float32).min
 SMALLEST_MARGIN = 2e-5  # between the last expert that is chosen and the next: rounding moves scores by about 1e-6
 
 Document = tuple[np.ndarray, np.ndarray]  # token ids, loss weights
@@ -114,15 +115,18 @@ def _run(model) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def routing_margins() -> Iterator[list[float]]:
-    """Within, every torch.topk leaves the distance between the least that it takes and the most that it leaves."""
+    """Within, every torch.topk leaves the distance between the least that it takes and the most that it leaves.
+
+    Scores of future keys are the smallest numbers, and which of them it takes is the same.
+    """
     margins: list[float] = []
     real, real_method = torch.topk, torch.Tensor.topk
 
     def topk(values: Tensor, k: int, dim: int = -1, **options):
         if k < values.shape[dim]:
             best = real(values.detach().float(), k + 1, dim=dim).values.unbind(dim)
-            margin = best[k - 1] - best[k]
-            margins.append(margin.min().item())
+            margin = (best[k - 1] - best[k])[best[k] > MASKED]
+            margins.extend(margin.min()[None].tolist() if margin.numel() else [])
         return real(values, k, dim=dim, **options)
 
     torch.topk = torch.Tensor.topk = topk  # type: ignore[assignment]

@@ -63,6 +63,7 @@ def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
         "linear_fc2": (hidden, inner),
         "router": (of.get("num_moe_experts"), hidden),
         "eh_proj": (hidden, 2 * hidden),
+        **indexer_sizes(about),
     }.get(last)
     if kind == "expert_bias" and about.routing and about.routing.choice_bias:
         return (1, of["num_moe_experts"])
@@ -75,6 +76,15 @@ def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
     if shape is None:
         return (normed.get(last, hidden),)
     return shape if kind == "weight" else shape[:1]
+
+
+def indexer_sizes(about: Architecture) -> dict[str, tuple[int, ...]]:
+    """Of a lightning indexer: the shape of a matrix, or of a norm's two tensors."""
+    if about.sparse is None:
+        return {}
+    hidden, heads, dim = about.transformer["hidden_size"], about.sparse.heads, about.sparse.head_dim
+    matrices = {"wq_b": (heads * dim, about.transformer["q_lora_rank"]), "wk": (dim, hidden)}
+    return matrices | {"weights_proj": (heads, hidden), "k_norm": (dim,)}
 
 
 def tensors(entries: dict[ParamKey, MappingEntry], about: Architecture) -> dict[str, tuple[int, ...]]:

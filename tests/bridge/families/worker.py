@@ -214,7 +214,7 @@ def distances_of_gradients(
     run_schedule(model, chunks, batches(options, packed=True), sft_loss, forward_only=False)
     with torch.no_grad():
         for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
-            parameter.copy_(parameter.main_grad)
+            parameter.copy_(parameter.main_grad if parameter.requires_grad else 0 * parameter)
     found = save(model, folder / "fp32", folder / "gradients", torch.float32, 10**9)
     differences = {name: (found[name] - gradient).abs().max().item() for name, gradient in expected.items()}
     sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}

@@ -296,6 +296,23 @@ def test_adapters_count_as_in_peft(options, alone):
     assert count_parameters(model, config) == expected
 
 
+def test_an_indexer_is_never_trained(alone):
+    """No loss reaches it, so that weight decay alone would change it."""
+    fresh, config = built("deepseek_v32")
+    settings = LoraSettings.from_options(LoraOptions(lora_rank=2, target_modules=["q_b_proj"], lora_bias="all"))
+    by_name = TrainableOptions(freeze_parameters=["model.embed_tokens"], trainable_parameters_regex="self_attn")
+    lora, frozen = built("deepseek_v32")[0], built("deepseek_v32")[0]
+    attach_adapters(lora, config, settings, seed=0)
+    freeze(frozen, config, by_name)
+    for model in (fresh, lora, frozen):
+        names = {name for name, parameter in model.chunks[0].named_parameters() if parameter.requires_grad}
+        assert names
+        assert not [name for name in names if "indexer" in name]
+    named = TrainableOptions(freeze_parameters_ratio=1.0, trainable_parameters_regex=r"indexer\.wk")
+    with pytest.raises(ValueError, match=r"no loss reaches decoder.layers.0.self_attention.indexer.wk.weight, which"):
+        freeze(built("deepseek_v32")[0], config, named)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"])
 def test_a_frozen_matrix_has_no_product_for_its_gradient(family, alone):
     """Backward, each matrix has one product as forward: for the gradient of what went in."""

@@ -21,7 +21,7 @@ SIZES = {
     "moe_shared_expert_intermediate_size": None,
     "attention_output_gate": False,
     "multi_latent_attention": False,
-    "architecture": SimpleNamespace(layers=(Layer(),) * 3, mtp_depths=0),
+    "architecture": SimpleNamespace(layers=(Layer(),) * 3, mtp_depths=0, sparse=None),
 }
 MOE = SIZES | {"num_moe_experts": 5, "moe_ffn_hidden_size": 14, "moe_layer_freq": [0, 1, 1]}
 
@@ -138,6 +138,17 @@ def test_windows_and_chunks(window, chunk):
     assert full.training(lengths) - near.training(lengths) == 3 * unseen * full.pair * 2 // 3
 
 
+def test_queries_with_selected_keys_see_as_many_as_in_a_window():
+    selected, windowed = (
+        SIZES | {"architecture": SimpleNamespace(**vars(SIZES["architecture"]) | changes)}
+        for changes in ({"sparse": SimpleNamespace(topk=5)}, {"layers": (Layer(window=5),) * 3})
+    )
+    lengths = [17, 4, 12]
+    expected = Flops.of(SimpleNamespace(**windowed), 53).training(lengths)
+    assert Flops.of(SimpleNamespace(**selected), 53).training(lengths) == expected
+    assert expected < Flops.of(SimpleNamespace(**SIZES), 53).training(lengths)
+
+
 def test_layer_patterns_and_shared_experts():
     plain = Flops.of(SimpleNamespace(**MOE), 53).matrix_parameters
     every_other = Flops.of(SimpleNamespace(**MOE | {"moe_layer_freq": 2}), 53).matrix_parameters  # layers 0 and 2
@@ -164,7 +175,7 @@ def test_gated_delta_nets_have_states_and_no_pairs():
     }
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     layers = tuple(Layer("gated_delta_net" if kind == "linear_attention" else "attention") for kind in kinds)
-    mixed = {"attention_output_gate": True, "architecture": SimpleNamespace(layers=layers, mtp_depths=0)}
+    mixed = {"attention_output_gate": True, "architecture": SimpleNamespace(layers=layers, mtp_depths=0, sparse=None)}
     found = Flops.of(SimpleNamespace(**SIZES | delta | mixed), 53)
     model = Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(

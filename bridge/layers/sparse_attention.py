@@ -1,0 +1,123 @@
+"""Multi-latent attention to the keys that a lightning indexer selects (DeepSeek-V3.2 and GLM-5).
+
+Micro batches whose documents have no more tokens than the indexer selects go through `LatentAttention`: all keys are
+selected. In others the queries of a document are taken in chunks, which are computed again in the backward pass.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..mapping.param_mapping import Architecture
+from .attention import select_rows
+from .indexer import Indexer
+from .mla import LatentAttention
+from .packed_seqs import FULL_SPAN, Documents, Segments
+
+MAX_CHUNK = 512  # queries
+MAX_SCORES = 2**28  # of a chunk, in case that the kernel holds them in memory
+
+
+class SparseLatentAttention(LatentAttention):
+    """Causal multi-latent self-attention to selected keys: a `self_attention` for layer specs.
+
+    A layer without an indexer takes the selection of an earlier layer, which must be on the same pipeline stage.
+    """
+
+    def __init__(self, config, layer_number: int, submodules, pg_collection=None, **settings):
+        super().__init__(config, layer_number, submodules, pg_collection=pg_collection, **settings)
+        assert pg_collection is not None
+        architecture: Architecture = config.architecture
+        assert architecture.sparse is not None
+        self.sparse, self.cp_group = architecture.sparse, pg_collection.cp
+        layer, sources = layer_number - 1, self.sparse.sources
+        self.source = sources[layer] if layer < len(sources) else layer  # layers of multi-token prediction are behind
+        self.layer, self.is_shared = layer, sources.count(layer) > 1
+        self.indexer = None
+        if self.source == layer:
+            self.indexer = Indexer(config, self.sparse, pg_collection.tp, pg_collection.cp)
+
+    def _select(self, hidden_states: Tensor, query_source: Tensor, documents: Documents) -> Tensor | None:
+        segments = documents.segments[FULL_SPAN]
+        assert documents.positions is not None
+        # The ranks of context parallelism decide alike, though their segments have different numbers of keys.
+        packed_length = documents.max_seqlen_q if documents.qkv_format == "thd" else None
+        longest = packed_length or len(documents.positions) * self.cp_group.size()
+        if max(longest, *segments.keys) <= self.sparse.topk:
+            return None
+        if self.indexer is None:
+            return documents.selections[self.source]
+        selection = self.indexer(hidden_states, query_source, documents, segments)
+        if self.is_shared:
+            documents.selections[self.layer] = selection
+        return selection
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, selection: Tensor | None
+    ) -> Tensor:
+        if selection is None:
+            return super()._attend(query, key, value, documents, selection)
+        segments = documents.segments[FULL_SPAN]
+        if segments.key_index is not None:
+            if self.cp_group.size() > 1:  # all-gather forward, reduce-scatter backward
+                key, value = (
+                    gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.cp_group)
+                    for x in (key, value)
+                )
+            key, value = (select_rows(x, segments.key_index) for x in (key, value))
+        core = self.core_attention
+        dropout = core.dropout if self.training else 0.0
+        attend = partial(_attend_to_selected, scale=core.softmax_scale, dropout=dropout)
+        if dropout and not self.config.sequence_parallel:
+            # Tensor-parallel ranks have different heads, so their dropout must differ.
+            with get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
+                return sparse_attention(query, key, value, segments, selection, attend)
+        return sparse_attention(query, key, value, segments, selection, attend)
+
+
+def sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, selection: Tensor, attend: Callable[..., Tensor]
+) -> Tensor:
+    """Return the attention output, [sequence, batch, heads * value dim].
+
+    query [sequence, batch, heads, dim], key and value [keys, batch, heads, dim]; selection [sequence, batch, topk]:
+    see `Indexer.forward`. attend: `_attend_to_selected` with its settings.
+    """
+    outputs = []
+    states = query.split(segments.queries), key.split(segments.keys), value.split(segments.keys)
+    for q, k, v, selected in zip(*states, selection.split(segments.queries), strict=True):
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [batch, heads, length, dim]
+        first = k.shape[2] - q.shape[2]  # position of the first query among the keys
+        chunk = min(MAX_CHUNK, max(MAX_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]), 1))
+        for begin in range(0, q.shape[2], chunk):
+            end = min(begin + chunk, q.shape[2])
+            visible = first + end
+            arguments = q[:, :, begin:end], k[:, :, :visible], v[:, :, :visible], selected[begin:end]
+            output = checkpoint(attend, *arguments, use_reentrant=False)
+            assert isinstance(output, Tensor)
+            outputs.append(output)
+    return torch.cat(outputs)
+
+
+def _attend_to_selected(
+    query: Tensor, key: Tensor, value: Tensor, selection: Tensor, *, scale: float | None, dropout: float
+) -> Tensor:
+    """Return the attention output of one document's queries, [queries, batch, heads * value dim].
+
+    query [batch, heads, queries, dim], key and value [batch, heads, keys, dim]: the last of both are the same token.
+    selection [queries, batch, topk]. With no more than topk keys every query attends to all of them up to itself.
+    """
+    queries, keys, topk = query.shape[2], key.shape[2], selection.shape[-1]
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    if keys > topk:
+        # Keys behind the chunk are out of the mask: one more column takes them.
+        is_selected = mask.new_zeros(selection.shape[1], queries, keys + 1)
+        is_selected.scatter_(-1, selection.transpose(0, 1).clamp(max=keys).long(), True)
+        mask = (is_selected[..., :keys] & mask).unsqueeze(1)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return output.permute(2, 0, 1, 3).flatten(2)
