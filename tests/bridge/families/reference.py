@@ -65,7 +65,7 @@ def make(folder: Path, tiny: Tiny) -> None:
 
     loss.backward()
     gradients = _by_names_in_files(
-        model, {name: _gradient(p) for name, p in model.named_parameters() if p.requires_grad}
+        model, {name: gradient(p) for name, p in model.named_parameters() if p.requires_grad}
     )
     gradients = tiny.files(gradients) if tiny.files else gradients
     torch.save({"log_probs": log_probs, "gradients": gradients}, folder / "reference.pt")
@@ -136,7 +136,7 @@ def routing_margins() -> Iterator[list[float]]:
         torch.topk, torch.Tensor.topk = real, real_method
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
