@@ -59,6 +59,10 @@ OPTIONAL = {  # package: (purpose, how to install)
         "gated delta nets of Qwen3-Next and Qwen3.5 on GPUs (without it: plain PyTorch, much slower)",
         f"{INSTALL} flash-linear-attention",
     ),
+    "mamba-ssm": (
+        "Mamba-2 layers of Nemotron-H and Nemotron 3 on GPUs (without it: plain PyTorch, slower)",
+        f"{INSTALL} --no-build-isolation mamba-ssm",
+    ),
     "flash-attn": (
         "--attention_backend flash (without it: cuDNN's or torch's flash attention)",
         f"MAX_JOBS=8 {INSTALL} --no-build-isolation flash-attn",

@@ -40,6 +40,7 @@ from . import (
     mistral,
     mixtral,
     nemotron,
+    nemotron_h,
     olmo2,
     olmo3,
     olmoe,
@@ -71,7 +72,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
         glm4v_text, glm4v_moe_text, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
-        deepseek_v32, glm_moe_dsa,
+        deepseek_v32, glm_moe_dsa, nemotron_h,
     )
 )  # fmt: skip
 

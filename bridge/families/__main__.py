@@ -35,6 +35,8 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
 - documents with more tokens than a lightning indexer selects (`index_topk`) take attention in plain PyTorch, in chunks:
   right and bounded in memory, and no faster than attention to all keys; the others take the kernels of every model;
 - the layers of a GLM-5 that attend to the keys of an earlier layer are in one pipeline stage with it;
+- the groups of Mamba-2 layers divide by TP x CP too; on GPUs their kernel is that of mamba-ssm where it is installed
+  (`pip install --no-build-isolation mamba-ssm`);
 - experts under TP train with sequence parallelism only (megatron-core's rule);
 - layers with attention and MLP in parallel keep the output of their norm under `--recompute_modules layernorm`.
 
@@ -102,7 +104,8 @@ def _line(family: Family) -> str:
     is_latent, has_experts = arguments.get("multi_latent_attention"), "num_moe_experts" in arguments
     scales = {architecture.embedding_scale, architecture.residual_scale, architecture.logits_scale}
     features = {
-        "gated delta nets": len(attention) < len(layers),
+        "gated delta nets": any(layer.mixer == "gated_delta_net" for layer in layers),
+        "Mamba-2": architecture.mamba,
         "latent attention (MLA)": is_latent,
         "a lightning indexer": architecture.sparse,
         "attention": not is_latent,

@@ -86,7 +86,7 @@ class _StateScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transition: Tensor, update: Tensor, steps: list[int]) -> Tensor:
         states = torch.zeros_like(update)
-        for previous, current in _consecutive_steps(steps):
+        for previous, current in consecutive_steps(steps):
             torch.baddbmm(
                 update[previous].flatten(0, 1),
                 transition[previous].flatten(0, 1),
@@ -102,13 +102,13 @@ class _StateScan(torch.autograd.Function):
         transition, states = ctx.saved_tensors
         grad_states = grad.clone()  # d loss / d state, through later chunks too
         grad_update = torch.zeros_like(grad_states)  # d loss / d (the state at the chunk's end)
-        for previous, current in reversed(list(_consecutive_steps(ctx.steps))):
+        for previous, current in reversed(list(consecutive_steps(ctx.steps))):
             grad_update[previous] = grad_states[current]
             grad_states[previous] += transition[previous].mT @ grad_states[current]
         return grad_update @ states.mT, grad_update, None
 
 
-def _consecutive_steps(steps: list[int]) -> list[tuple[slice, slice]]:
+def consecutive_steps(steps: list[int]) -> list[tuple[slice, slice]]:
     """Return the previous chunks and the current chunks of each step but the first."""
     starts = [0, *accumulate(steps)]
     return [
@@ -126,13 +126,13 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     dtype = value.dtype
     query, key = (_l2_normalize(x) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
-    query, key, value = (_to_chunks(x, layout).movedim(1, -2) for x in (query, key, value.float()))
-    decay, beta = (_to_chunks(x.float(), layout).movedim(1, -1).unsqueeze(-1) for x in (decay, beta))
+    query, key, value = (to_chunks(x, layout).movedim(1, -2) for x in (query, key, value.float()))
+    decay, beta = (to_chunks(x.float(), layout).movedim(1, -1).unsqueeze(-1) for x in (decay, beta))
     query, key = query.unsqueeze(2), key.unsqueeze(2)  # [chunks, groups, 1, CHUNK, key dim]
 
     # Within a chunk. log_decay: from the chunk's start; relative_decay: from one token to a later one.
     log_decay = decay.cumsum(-2)  # [chunks, groups, heads, CHUNK, 1]
-    relative_decay = (log_decay - log_decay.mT).masked_fill(_future_mask(log_decay.device), -torch.inf).exp()
+    relative_decay = (log_decay - log_decay.mT).masked_fill(future_mask(log_decay.device), -torch.inf).exp()
     targets = torch.cat((value * beta, key * (beta * log_decay.exp())), dim=-1)
     system = (key @ key.mT) * relative_decay * beta
     solution = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
@@ -155,22 +155,23 @@ def _l2_normalize(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _to_chunks(x: Tensor, layout: DeltaLayout) -> Tensor:
+def to_chunks(x: Tensor, layout: DeltaLayout) -> Tensor:
     """Reshape [tokens, ...] to [chunks, CHUNK, ...], with zeros after a document's end."""
     zeros = x.new_zeros(sum(layout.steps) * CHUNK, *x.shape[1:])
     return zeros.index_copy(0, layout.slots, x).unflatten(0, (-1, CHUNK))
 
 
-def _future_mask(device: torch.device) -> Tensor:
+def future_mask(device: torch.device) -> Tensor:
     return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu(1)
 
 
-def causal_conv(x: Tensor, weight: Tensor, layout: DeltaLayout) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, layout: DeltaLayout, bias: Tensor | None = None) -> Tensor:
     """Return silu of each channel's causal convolution within documents, in the shape of x.
 
-    x [tokens, channels], weight [channels, 1, kernel]
+    x [tokens, channels], weight [channels, 1, kernel], bias [channels]
     """
     padding = weight.shape[-1] - 1
     padded = x.new_zeros(layout.conv_length, x.shape[1]).index_copy(0, layout.conv_slots, x)
-    convolved = F.conv1d(padded.t().unsqueeze(0), weight.to(x.dtype), groups=x.shape[1])
+    bias = None if bias is None else bias.to(x.dtype)
+    convolved = F.conv1d(padded.t().unsqueeze(0), weight.to(x.dtype), bias, groups=x.shape[1])
     return F.silu(convolved.squeeze(0).t().index_select(0, layout.conv_slots - padding))

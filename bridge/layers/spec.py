@@ -2,12 +2,13 @@
 
 from copy import copy
 from functools import partial
+from typing import cast
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -25,6 +26,7 @@ from .attention import CoreAttention
 from .deepstack import DeepStackLayer
 from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet
+from .mamba import Mamba2
 from .mla import LatentAttention, LatentAttentionSubmodules
 from .mlp import XIELU, SwiGLU
 from .moe import ExpertLayer
@@ -142,6 +144,8 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
         norm_input = branch_norm
     elif layer.mixer == "gated_delta_net":
         attention = ModuleSpec(module=GatedDeltaNet, params={"in_proj": norm_column, "out_proj": row})
+    elif layer.mixer == "mamba":
+        attention = ModuleSpec(module=Mamba2, params={"in_proj": norm_column, "out_proj": row})
     if moe:
         shared = partial(SharedExperts, submodules=MLPSubmodules(column, row, SwiGLU))
         mlp = partial(
@@ -150,7 +154,7 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
     else:
         activation = XIELU if config.activation_func is XIELU else SwiGLU
         mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, activation))
-    return ModuleSpec(
+    spec = ModuleSpec(
         module=_layer_class(architecture),
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_input,
@@ -161,6 +165,17 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
             mlp_bda=bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
+    return _without_absent_part(spec, layer)
+
+
+def _without_absent_part(spec: ModuleSpec, layer: Layer) -> ModuleSpec:
+    """Return the spec without the modules of the mixer or of the MLP, if the layer has none."""
+    parts = cast(TransformerLayerSubmodules, spec.submodules)
+    if layer.mixer == "none":
+        parts.input_layernorm, parts.self_attention, parts.self_attn_bda = IdentityOp, IdentityOp, IdentityFuncOp
+    if not layer.has_mlp:
+        parts.pre_mlp_layernorm, parts.mlp, parts.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
+    return spec
 
 
 def _layer_class(architecture: Architecture) -> type[TransformerLayer]:

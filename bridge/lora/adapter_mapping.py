@@ -62,7 +62,7 @@ class AdapterPlan:
     # Further names of saved tensors in the file, each with the original name: PEFT saves a tied embedding twice.
     copies: dict[str, str] = field(default_factory=dict)
     leaves: Counter[str] = field(default_factory=Counter)  # number of modules by the last word of their names
-    skipped_modules: list[str] = field(default_factory=list)  # modules that all-linear skips: experts in one tensor
+    skipped_modules: list[str] = field(default_factory=list)  # modules that all-linear skips: see `_unadapted_reason`
 
     @property
     def all_entries(self) -> ParamTable:
@@ -119,8 +119,9 @@ def plan_adapters(
                 chosen.append(part)
         if not chosen:
             continue
-        if matrix.entry.expert_index is not None or matrix.entry.transposed:
-            _refuse_stacked(matrix, settings)
+        if reason := _unadapted_reason(matrix, architecture):
+            if "all-linear" not in settings.targets:
+                raise ValueError(f"{matrix.names[0]} {reason}: leave it out of --target_modules")
             plan.skipped_modules += [name for name in matrix.names if name not in plan.skipped_modules]
             continue
         if matrix.key == OUTPUT and architecture.num_labels is not None:
@@ -205,12 +206,15 @@ def _matching_targets(targets: Container[str], name: str, matrix: _Matrix) -> li
     return [target for target in candidates if target in targets]  # in this order: there can be thousands of targets
 
 
-def _refuse_stacked(matrix: _Matrix, settings: LoraSettings) -> None:
-    if "all-linear" not in settings.targets:
-        raise ValueError(
-            f"{matrix.names[0]} holds all experts in one tensor, which takes no adapters in this version: leave it out "
-            "of --target_modules"
-        )
+def _unadapted_reason(matrix: _Matrix, architecture: Architecture) -> str:
+    """Return why a matrix takes no adapters, for messages; "" if it takes them."""
+    if matrix.entry.expert_index is not None or matrix.entry.transposed:
+        return "holds all experts in one tensor, which takes no adapters in this version"
+    if matrix.key.expert is not None and not architecture.transformer["gated_linear_unit"]:
+        return "is of an expert without a gate, which takes no adapters in this version"
+    if architecture.mamba and matrix.leaf == "out_proj":
+        return "is the last matrix of a Mamba-2 layer, which kernels compute without adapters: PEFT refuses it too"
+    return ""
 
 
 def _adapter_entries(matrix: _Matrix, chosen: list[int], settings: LoraSettings) -> ParamTable:

@@ -28,9 +28,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class Layer:
-    """Token mixer of one layer."""
+    """Token mixer of one layer, and whether an MLP or experts follow it."""
 
-    mixer: str = "attention"  # or "gated_delta_net"
+    mixer: str = "attention"  # or "gated_delta_net", "mamba", "none"
+    has_mlp: bool = True
     rope: int | None = 0  # index into Architecture.ropes; None: no position embedding
     window: int | None = None  # a query attends to itself and the `window - 1` keys before it
     chunk: int | None = None  # a query attends within its block of `chunk` positions
@@ -68,6 +69,18 @@ class SparseAttention(NamedTuple):
     head_dim: int
     interleaved: bool  # order of its rope, which has attention's frequencies and rotates the first dimensions of a head
     sources: tuple[int, ...]  # for each layer, the one whose indexer selects its keys: itself or an earlier one
+
+
+class Mamba(NamedTuple):
+    """Mamba-2 layers; see layers/mamba.py."""
+
+    heads: int
+    head_dim: int
+    groups: int  # the heads of a group have the same keys and queries
+    state_dim: int  # size of a key or query
+    kernel: int  # tokens of the convolution
+    conv_bias: bool
+    dt_limits: tuple[float, float]  # bounds of a time step
 
 
 class Projector(NamedTuple):
@@ -153,6 +166,7 @@ class Architecture:
     qk_norm: str = "head"
     value_norm: bool = False  # values of each head are divided by their root mean square
     query_growth: QueryGrowth | None = None
+    mamba: Mamba | None = None  # of layers with this mixer
     sparse: SparseAttention | None = None  # with multi_latent_attention only
     expert_bias: bool = False  # biases of both linear layers of each expert
     routing: Routing | None = None  # None: the moe_router settings in `transformer` suffice

@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import AttnBackend
 from .. import runtime
 from ..kernels import usable
 from ..layers.gated_delta import delta_kernels
+from ..layers.mamba import mamba_kernels
 from ..mapping import fp8
 from ..mapping.param_mapping import Architecture
 from ..options import BuildOptions, KernelOptions, ParallelOptions
@@ -17,6 +18,11 @@ DELTA_NETS = {
     "fla": "flash-linear-attention",
     "torch": "plain PyTorch",
     "missing": "plain PyTorch, since flash-linear-attention is NOT INSTALLED",
+}
+MAMBA = {
+    "mamba_ssm": "mamba-ssm",
+    "torch": "plain PyTorch",
+    "missing": "plain PyTorch, since mamba-ssm is NOT INSTALLED",
 }
 
 
@@ -30,16 +36,23 @@ class Kernels:
     permutation: str | None = None  # token permutation: "own", "transformer_engine" or "plain"
     fp8: str | None = None  # format and recipe; None: no FP8
     delta_nets: str | None = None  # of gated delta nets: see delta_kernels; None: there are none
+    mamba: str | None = None  # of Mamba-2 layers: see mamba_kernels; None: there are none
 
     @property
     def warnings(self) -> list[str]:
         """Return a line per package whose absence makes this model slow, with its cure."""
-        if self.delta_nets != "missing":
-            return []
-        return [
-            "warning: flash-linear-attention is not installed: this model's gated delta nets run in plain PyTorch, "
-            "much slower than by its kernels. Install it: pip install flash-linear-attention"
-        ]
+        warnings = []
+        if self.delta_nets == "missing":
+            warnings.append(
+                "warning: flash-linear-attention is not installed: this model's gated delta nets run in plain PyTorch, "
+                "much slower than by its kernels. Install it: pip install flash-linear-attention"
+            )
+        if self.mamba == "missing":
+            warnings.append(
+                "warning: mamba-ssm is not installed: this model's Mamba-2 layers run in plain PyTorch, slower than by "
+                "its kernel. Install it: pip install --no-build-isolation mamba-ssm"
+            )
+        return warnings
 
     def attention_backend(self, options: KernelOptions) -> AttnBackend:
         """Return Transformer Engine's backend: flash only if flash-attn is installed, else its automatic choice."""
@@ -64,6 +77,8 @@ class Kernels:
         text = f"layers: {layers}; attention: {attention}"
         if self.delta_nets:
             text += f"; gated delta nets: {DELTA_NETS[self.delta_nets]}"
+        if self.mamba:
+            text += f"; Mamba-2: {MAMBA[self.mamba]}"
         if self.fp8:
             text += f"; FP8 ({self.fp8}): matrices of attention and dense MLPs; bf16: all else, experts too"
         if self.dispatcher is None:
@@ -105,14 +120,17 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
     delta_nets = None
     if any(layer.mixer == "gated_delta_net" for layer in architecture.layers):
         delta_nets = delta_kernels(dtype, on_gpu=on_gpu, deterministic=options.deterministic_mode)
+    mamba = None
+    if architecture.mamba:
+        mamba = mamba_kernels(dtype, on_gpu=on_gpu, deterministic=options.deterministic_mode)
     if "num_moe_experts" not in architecture.transformer:
-        return Kernels(use_engine, attention, fp8=precision, delta_nets=delta_nets)
+        return Kernels(use_engine, attention, fp8=precision, delta_nets=delta_nets, mamba=mamba)
     dispatcher = options.moe_token_dispatcher_type
     is_distributed = options.tensor_model_parallel_size * options.expert_model_parallel_size > 1
     if dispatcher == "flex" and not (is_distributed and find_spec("deep_ep")):
         dispatcher = "alltoall"
     permutation = _permutation(options, dispatcher, transformer_engine=has_engine)
-    return Kernels(use_engine, attention, dispatcher, permutation, precision, delta_nets)
+    return Kernels(use_engine, attention, dispatcher, permutation, precision, delta_nets, mamba)
 
 
 def _permutation(options: BuildOptions, dispatcher: str, *, transformer_engine: bool) -> str:

@@ -85,30 +85,30 @@ class Flops:
 
         layers: tuple[Layer, ...] = sizes.architecture.layers  # type: ignore[attr-defined]
         attention_layers = [layer for layer in layers if layer.mixer == "attention"]
-        delta_layers = len(layers) - len(attention_layers)
         attention, _ = attention_of(Layer())
         matrices = 3 if sizes.gated_linear_unit else 2
         dense_ffn = sizes.ffn_hidden_size or 4 * hidden
         dense = matrices * hidden * dense_ffn
-        moe_layers, sparse = 0, 0
+        pattern, sparse = [False] * len(layers), 0
         if sizes.num_moe_experts:
             frequency = sizes.moe_layer_freq
-            pattern = (
-                frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(sizes.num_layers)]
-            )
-            moe_layers = sum(map(bool, pattern))
+            pattern = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(len(layers))]
             expert_width = sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or dense_ffn)
             expert_width += sizes.moe_shared_expert_intermediate_size or 0
             sparse = hidden * sizes.num_moe_experts + matrices * hidden * expert_width
-        parameters = sum(attention_of(layer)[0] for layer in attention_layers)
-        parameters += moe_layers * sparse + (sizes.num_layers - moe_layers) * dense
-        if delta_layers:
-            parameters += delta_layers * _delta_net(sizes)
+        mixers = {"attention": lambda layer: attention_of(layer)[0], "none": lambda layer: 0}
+        mixers |= {"gated_delta_net": lambda layer: _delta_net(sizes), "mamba": lambda layer: _mamba(sizes)}
+        parameters = sum(mixers[layer.mixer](layer) for layer in layers)
+        parameters += sum(
+            sparse if has_experts else dense
+            for layer, has_experts in zip(layers, pattern, strict=True)
+            if layer.has_mlp
+        )
         depths = sizes.architecture.mtp_depths  # type: ignore[attr-defined]
         parameters += depths * (2 * hidden * hidden + attention + (sparse or dense))
         pairs: Counter[tuple[int | None, int | None]] = Counter()
-        sparse = sizes.architecture.sparse  # type: ignore[attr-defined]
-        topk = sparse.topk if sparse else None  # a query sees as many keys as in a window of this length
+        indexer = sizes.architecture.sparse  # type: ignore[attr-defined]
+        topk = indexer.topk if indexer else None  # a query sees as many keys as in a window of this length
         for layer in (*attention_layers, *[Layer()] * depths):
             pairs[layer.window or topk, layer.chunk] += attention_of(layer)[1]
         full_attention = pairs.pop((None, None), 0)
@@ -231,3 +231,11 @@ def _delta_net(sizes: "TransformerConfig") -> int:
     keys, values, key_dim, value_dim = (getattr(sizes, name) for name in names)
     weights = sizes.hidden_size * (2 * keys * key_dim + 3 * values * value_dim + 2 * values)
     return weights + 3 * values * key_dim * value_dim
+
+
+def _mamba(sizes: "TransformerConfig") -> int:
+    """Return the number of weights of a Mamba-2 layer, including its state, which each token writes and reads."""
+    mamba = sizes.architecture.mamba  # type: ignore[attr-defined]
+    values = mamba.heads * mamba.head_dim
+    projected = 3 * values + 2 * mamba.groups * mamba.state_dim + mamba.heads
+    return sizes.hidden_size * projected + 2 * values * mamba.state_dim

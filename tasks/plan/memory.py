@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megatron.core.transformer import TransformerConfig
 
+from ...bridge.mapping.param_mapping import Layer
 from ..system.memory import GIB
 from .gpu_layout import GpuLayout
 from .parameters import ModelParameters, Parameters
@@ -51,6 +52,9 @@ class Workload:
     lora_rank: int | None = None  # None: all parameters are trained
     lora_dropout: float = 0.0
 
+    def layer(self, layer: int) -> Layer:
+        return self.config.architecture.layers[layer]  # type: ignore[attr-defined]
+
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer, from 0, has experts."""
         if not self.config.num_moe_experts:
@@ -86,13 +90,12 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
     shards = trained / (layout.data * layout.context) + trained_experts / layout.expert_data
     tokens = layout.micro_batch * work.length / layout.context
     in_flight = min(layout.pipeline - stage, layout.micro_batches(work.global_batch))
-    saved = {is_sparse: _saved_bytes(work, layout, is_sparse=is_sparse) for is_sparse in (False, True)}
-    sparse_layers = sum(map(work.is_sparse, layers))
+    saved = [_saved_bytes(work, layout, layer) for layer in layers]
     if layout.recomputes:
         layer_inputs = BYTES * work.config.hidden_size / layout.tensor * len(layers)
-        activations = tokens * (in_flight * layer_inputs + saved[sparse_layers > 0])
+        activations = tokens * (in_flight * layer_inputs + max(saved))
     else:
-        activations = tokens * in_flight * ((len(layers) - sparse_layers) * saved[False] + sparse_layers * saved[True])
+        activations = tokens * in_flight * sum(saved)
     return Memory(
         BYTES * (dense + experts),
         GRADIENT_BYTES * (trained + trained_experts),
@@ -102,11 +105,13 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
     )
 
 
-def _saved_bytes(work: Workload, layout: GpuLayout, *, is_sparse: bool) -> float:
+def _saved_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
     """Return the bytes that a layer saves per token of a rank, with sequence parallelism under tensor parallelism."""
     skew = EXPERT_SKEW if layout.expert > 1 else 1.0
-    values = _attention_values(work.config)
-    values += _expert_values(work.config) * skew if is_sparse else _dense_values(work.config)
+    kind, is_sparse = work.layer(layer), work.is_sparse(layer)
+    values = 0.0 if kind.mixer == "none" else _mixer_values(work.config, kind)
+    if kind.has_mlp:
+        values += _expert_values(work.config) * skew if is_sparse else _dense_values(work.config)
     masks = 0.0
     if work.lora_rank is not None and work.lora_dropout:
         # Adapters save masks, and a copy of attention's output, which attention has saved too.
@@ -123,6 +128,16 @@ def _head_values(config: TransformerConfig) -> tuple[int, int]:
         return heads * (2 * query + config.v_head_dim), heads * config.v_head_dim  # type: ignore[attr-defined]
     dim = config.kv_channels or config.hidden_size // heads
     return (heads + 2 * groups) * dim, heads * dim
+
+
+def _mixer_values(config: TransformerConfig, layer: Layer) -> int:
+    if layer.mixer != "mamba":
+        return _attention_values(config)
+    mamba = config.architecture.mamba  # type: ignore[attr-defined]
+    values = mamba.heads * mamba.head_dim
+    # Its norm's input and output, what is projected, before and after the convolution, and the gated output.
+    projected = 2 * values + 2 * mamba.groups * mamba.state_dim + mamba.heads
+    return 2 * config.hidden_size + 2 * projected + 2 * values
 
 
 def _attention_values(config: TransformerConfig) -> int:

@@ -51,7 +51,9 @@ def choose_trained(model: Model, run: Run) -> list[str]:
     model.trained_share = trained / total
     lines = [f"trainable parameters: {trained:,} of {total:,} ({trained / total:.2%})"]
     if model.lora and model.lora.plan.skipped_modules:
-        lines.append(f"no adapters: {abridge(model.lora.plan.skipped_modules)}, which have all experts in one")
+        lines.append(
+            f"no adapters: {abridge(model.lora.plan.skipped_modules)}, which take none in this version (docs/lora.md)"
+        )
     return lines
 
 

@@ -38,7 +38,7 @@ def config(**changes):
     return Qwen3NextConfig(**SHARED | DELTA | moe | changes)
 
 
-def _planted(name: str, plant: Callable[[Any], None]) -> Fault:
+def planted(name: str, plant: Callable[[Any], None]) -> Fault:
     """`plant` is done to every module of a class."""
 
     def everywhere(model) -> None:
@@ -50,7 +50,7 @@ def _planted(name: str, plant: Callable[[Any], None]) -> Fault:
     return Fault(model=everywhere)
 
 
-def _leaking(*fields: str) -> Fault:
+def leaking(name: str, *fields: str) -> Fault:
     """All documents are one, as far as these fields of `DeltaLayout` go."""
     from megaswift.bridge.layers.delta_rule import make_delta_layout
 
@@ -61,20 +61,23 @@ def _leaking(*fields: str) -> Fault:
         documents.delta_layout = replace(documents.delta_layout, **{field: getattr(whole, field) for field in fields})
         return args, kwargs | {"packed_seq_params": documents}
 
-    return _planted("GatedDeltaNet", lambda module: module.register_forward_pre_hook(leak, with_kwargs=True))
+    return planted(name, lambda module: module.register_forward_pre_hook(leak, with_kwargs=True))
 
 
-def _ungated(self, x, gate):
-    return type(self)._gated_norm(self, x, gate * 0 + 1)
+def ungated(module) -> None:
+    """The gate is the same for all."""
+
+    def norm(self, x, gate):
+        return type(self)._gated_norm(self, x, gate * 0 + 1)
+
+    module._gated_norm = MethodType(norm, module)
 
 
 FAULTS = {
-    "states leak": _leaking("slots", "steps"),
-    "convolution leaks": _leaking("conv_slots", "conv_length"),
-    "gate of the delta net dropped": _planted(
-        "GatedDeltaNet", lambda module: setattr(module, "_gated_norm", MethodType(_ungated, module))
-    ),
-    "gate of attention dropped": _planted(
+    "states leak": leaking("GatedDeltaNet", "slots", "steps"),
+    "convolution leaks": leaking("GatedDeltaNet", "conv_slots", "conv_length"),
+    "gate of the delta net dropped": planted("GatedDeltaNet", ungated),
+    "gate of attention dropped": planted(
         "LayerSelfAttention", lambda module: setattr(module, "_apply_output_gate", lambda x, gate: x)
     ),
     "norm of the delta net around 1": Fault(

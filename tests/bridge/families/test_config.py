@@ -45,7 +45,7 @@ def test_missing_keys_take_the_defaults_of_transformers(family):
     assert given["hidden_size"] == config.hidden_size
     heads = config.num_attention_heads
     assert given["num_attention_heads"] == heads
-    names = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
     assert given["layernorm_epsilon"] == next(getattr(config, name) for name in names if hasattr(config, name))
     is_tied = (
         CONFIG_MAPPING[OUTER[family.name]]().tie_word_embeddings if family.name in OUTER else config.tie_word_embeddings
@@ -61,8 +61,8 @@ def test_missing_keys_take_the_defaults_of_transformers(family):
     wide = "intermediate_size_mlp" if family.name == "llama4_text" else "intermediate_size"
     if getattr(config, wide, None):
         assert given["ffn_hidden_size"] == getattr(config, wide)
-    ropes = config.rope_parameters
-    named = [ropes[kind] for kind in ("full_attention", "sliding_attention") if kind in ropes] or [ropes]
+    ropes = getattr(config, "rope_parameters", None) or {}
+    named = [ropes[kind] for kind in ("full_attention", "sliding_attention") if kind in ropes] or [ropes] * bool(ropes)
     assert [rope.base for rope in about.ropes] == [rope["rope_theta"] for rope in named]
     if not given.get("multi_latent_attention"):
         turning = [given["kv_channels"] * rope.get("partial_rotary_factor", 1.0) for rope in named]
@@ -192,6 +192,10 @@ def test_which_layers_have_experts(step, dense):
         ("glm_moe_dsa", {"layer_types": ["full_attention"] * 78}, "one for each of the 78 layers, deepseek_sparse_at"),
         ("glm_moe_dsa", {"index_topk_pattern": "SF" * 39}, "set full or shared for each of the 78 layers, full first"),
         ("glm_moe_dsa", {"indexer_types": ["full", "half"]}, r"indexer_types \['full', 'half'\]: set full or shared"),
+        ("nemotron_h", {"moe_latent_size": 1024}, "moe_latent_size 1024"),
+        ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 True; this family is supported with False only"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "layer_types .*'X'.*: set one for each of the 3 layers"),
+        ("nemotron_h", {"n_groups": 5}, "mamba_num_heads 128 and n_groups 5: the second must divide"),
         ("ministral3", {"rope_theta": 1e4}, "rope_theta 10000.0 and no rope_parameters: transformers' class then"),
         ("ministral3", {"rope_parameters": {"rope_theta": 1e6}}, "without llama_4_scaling_beta or original_max_pos"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' and no layer_types"),

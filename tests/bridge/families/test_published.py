@@ -64,14 +64,17 @@ def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
         "router": (of.get("num_moe_experts"), hidden),
         "eh_proj": (hidden, 2 * hidden),
         **indexer_sizes(about),
+        **mamba_sizes(about),
     }.get(last)
     if kind == "expert_bias" and about.routing and about.routing.choice_bias:
         return (1, of["num_moe_experts"])
+    if about.mamba and kind in ("A_log", "dt_bias", "D"):
+        return (about.mamba.heads,)
     if kind in ("softmax_offset", "A_log", "dt_bias", "gate_weight"):
         return {"softmax_offset": (heads,), "gate_weight": (1, hidden)}.get(kind, (values,))
     if last == "activation_func" or kind == "layer_scalar":
         return (1,)
-    if name.endswith("self_attention.norm"):
+    if name.endswith("self_attention.norm") and about.mamba is None:
         return (of["linear_value_head_dim"],)
     if shape is None:
         return (normed.get(last, hidden),)
@@ -85,6 +88,19 @@ def indexer_sizes(about: Architecture) -> dict[str, tuple[int, ...]]:
     hidden, heads, dim = about.transformer["hidden_size"], about.sparse.heads, about.sparse.head_dim
     matrices = {"wq_b": (heads * dim, about.transformer["q_lora_rank"]), "wk": (dim, hidden)}
     return matrices | {"weights_proj": (heads, hidden), "k_norm": (dim,)}
+
+
+def mamba_sizes(about: Architecture) -> dict[str, tuple[int, ...]]:
+    if about.mamba is None:
+        return {}
+    mamba, hidden = about.mamba, about.transformer["hidden_size"]
+    values, keys = mamba.heads * mamba.head_dim, mamba.groups * mamba.state_dim
+    return {
+        "in_proj": (2 * values + 2 * keys + mamba.heads, hidden),
+        "conv1d": (values + 2 * keys, 1, mamba.kernel),
+        "out_proj": (hidden, values),
+        "norm": (values,),
+    }
 
 
 def tensors(entries: dict[ParamKey, MappingEntry], about: Architecture) -> dict[str, tuple[int, ...]]:
@@ -172,7 +188,7 @@ def test_text_models_within_models_that_see(name, prefix, head):
 def cut(config: dict[str, Any]) -> dict[str, Any]:
     """The same model with eight layers and a few experts; all its widths stay."""
     text = dict(config.get("text_config", config), num_hidden_layers=8)
-    for key in ("layer_types", "no_rope_layers", "attn_type_list"):
+    for key in ("layer_types", "no_rope_layers", "attn_type_list", "hybrid_override_pattern"):
         if key in text:
             text[key] = text[key][:8]
     if "moe_layers" in text:
@@ -212,7 +228,8 @@ def test_names_and_shapes_and_ropes_are_those_of_transformers(name):
     found = tensors(expand_mappings(family, config, about, saved), about)
     alone = {re.sub(r"^(model\.)?language_model\.", r"\1", key): tuple(shape) for key, shape in found.items()}
     assert alone == saved
-    check_ropes(about, model.model.rotary_emb, theirs)
+    if about.ropes:
+        check_ropes(about, model.model.rotary_emb, theirs)
 
 
 @pytest.mark.parametrize("name", VISION_LANGUAGE)

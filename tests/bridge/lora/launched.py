@@ -62,6 +62,8 @@ WHERE_LONG = {
     "dense layers": ("one process", "TP2 SP", "PP2"),
     "experts": ("recompute", "EP2", "TP2 SP EP2", "PP2 VPP2", "CP2"),
     "experts and routers": ("TP2 SP ETP2", "TP2 SP EP2"),
+    "Mamba-2": ("one process", "TP2 SP", "CP2"),
+    "Mamba-2 and experts": ("one process", "TP2 SP ETP2"),
 }
 FAMILIES = ("phi3", "glm4", "gemma3", "Moonlight", "shared experts", "hybrid")
 KEPT = {

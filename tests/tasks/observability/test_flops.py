@@ -209,3 +209,23 @@ def test_gated_delta_nets_have_states_and_no_pairs():
 )
 def test_peaks(name, peak):
     assert peak_flops(name) == peak
+
+
+def test_layers_of_one_part():
+    """Mamba-2 layers, attention and MLPs of their own: N is what transformers multiplies by, and the states."""
+    import torch
+    from megaswift.bridge.families import family_of
+    from transformers import AutoModelForCausalLM
+
+    from tests.bridge.families.nemotron_h import DENSE, config
+
+    settings = config(**DENSE)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
+    about = family_of(settings.to_dict()).describe(settings.to_dict() | {"time_step_limit": [0.0, 1.0]})
+    sizes = SIZES | about.transformer | {"architecture": about, "num_moe_experts": None}
+    states = 2 * settings.mamba_num_heads * settings.mamba_head_dim * settings.ssm_state_size
+    flops = Flops.of(SimpleNamespace(**sizes), settings.vocab_size)
+    assert flops.matrix_parameters == matrices + states
+    assert flops.pair == 4 * settings.num_attention_heads * settings.head_dim

@@ -1,0 +1,157 @@
+"""Mamba-2 layers of Nemotron-H: a `self_attention` for layer specs.
+
+A group is a key B and a query C, with the heads that have them: values x, time steps and gates. On a GPU with
+`mamba_ssm` installed, its kernel replaces the plain PyTorch of state_space.py.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..mapping.param_mapping import Mamba
+from .delta_rule import CHUNK, DeltaLayout, causal_conv
+from .grouped_mixer import GroupedMixer, Weight, make_parameter
+from .state_space import state_space
+
+
+def mamba_kernels(dtype: torch.dtype, *, on_gpu: bool, deterministic: bool) -> str:
+    """Return the kernels of Mamba-2 layers: "mamba_ssm", "torch", or "missing": torch, as it is not installed."""
+    # The kernel's products in fp32 are in TF32, and its backward pass adds in any order.
+    if not on_gpu or dtype == torch.float32 or deterministic:
+        return "torch"
+    return "mamba_ssm" if find_spec("mamba_ssm") else "missing"
+
+
+@cache
+def _scan_kernel() -> Callable:
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # pyright: ignore[reportMissingImports]
+
+    return mamba_chunk_scan_combined
+
+
+class Mamba2(GroupedMixer):
+    """Mamba-2 layer, with the arguments of `GroupedMixer`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        in_proj,
+        out_proj,
+        pg_collection=None,
+        name: str | None = None,
+        **_,
+    ):
+        mamba: Mamba = config.architecture.mamba  # type: ignore[attr-defined]
+        heads = mamba.heads // mamba.groups  # per group
+        conv_dim = heads * mamba.head_dim + 2 * mamba.state_dim
+        super().__init__(
+            config,
+            layer_number,
+            in_proj,
+            out_proj,
+            pg_collection,
+            groups=mamba.groups,
+            noun="groups (n_groups) of this model's Mamba-2 layers",
+            sections=(conv_dim, heads * mamba.head_dim, heads),
+        )
+        self.mamba, self.heads = mamba, heads
+        self.conv1d = Weight(config, self.groups * conv_dim, 1, mamba.kernel, split=True, bias=mamba.conv_bias)
+        self.A_log, self.D, self.dt_bias = (make_parameter(config, self.groups * heads, split=True) for _ in range(3))
+        self.norm = Weight(config, self.groups * heads * mamba.head_dim, split=True)
+
+    def _mix(self, convolved: Tensor, dt: Tensor, layout: DeltaLayout) -> Tensor:
+        """convolved [sequence, rows, groups, channels], dt [sequence, rows, groups, heads], of full documents
+        -> [sequence, rows, groups, heads, head dim]"""
+        sequence, rows, groups, _ = convolved.shape
+        weight, bias = self.conv1d(), self.conv1d.bias
+        weights = [self._local(weight, groups).flatten(0, 1), None if bias is None else self._local(bias, groups)]
+        a_log, skip, dt_bias = (self._local(x, groups).float() for x in (self.A_log, self.D, self.dt_bias))
+        dt = F.softplus(dt.float() + dt_bias).clamp(*self.mamba.dt_limits)
+        arguments: tuple[Any, ...] = (
+            convolved.flatten(0, 1).flatten(1),
+            dt.flatten(0, 1),
+            *weights,
+            -a_log.exp(),
+            skip,
+        )
+        kernels = mamba_kernels(convolved.dtype, on_gpu=convolved.is_cuda, deterministic=self.config.deterministic_mode)
+        if kernels == "mamba_ssm":
+            output = self._run_kernel(_scan_kernel(), *arguments, layout=layout, rows=rows)
+        else:
+            # Recomputed in the backward pass: the intermediate tensors are many times larger than the inputs.
+            output = checkpoint(self._run_torch, *arguments, layout, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(output, Tensor)
+        return output.view(sequence, rows, groups, self.heads, self.mamba.head_dim)
+
+    def _convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layout: DeltaLayout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[tokens, groups * channels] -> value [tokens, groups, heads, head dim], key and query [..., state dim]"""
+        mamba, bias = self.mamba, None if bias is None else bias.flatten()
+        mixed = causal_conv(x, weight, layout, bias).unflatten(-1, (-1, self.sections[0]))
+        value, key, query = mixed.split((self.heads * mamba.head_dim, mamba.state_dim, mamba.state_dim), dim=-1)
+        return value.unflatten(-1, (self.heads, mamba.head_dim)), key, query
+
+    def _run_torch(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rates: Tensor,
+        skip: Tensor,
+        layout: DeltaLayout,
+    ) -> Tensor:
+        """Return [tokens, groups, heads, head dim]. x [tokens, groups * channels]; rates a and skip [groups, heads]."""
+        value, key, query = self._convolve(x, weight, bias, layout)
+        return state_space(value, key, query, dt, dt * rates, layout) + (skip.unsqueeze(-1) * value).to(value.dtype)
+
+    def _run_kernel(
+        self,
+        scan: Callable,
+        x: Tensor,
+        dt: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rates: Tensor,
+        skip: Tensor,
+        layout: DeltaLayout,
+        rows: int,
+    ) -> Tensor:
+        """Compute `_run_torch` with mamba_ssm's kernel, on one row of documents instead of [sequence, rows]."""
+
+        def to_row(
+            part: Tensor,
+        ) -> Tensor:  # [sequence * rows, groups, (heads,) ...] -> [1, tokens, groups * heads, ...]
+            return part.unflatten(0, (-1, rows)).transpose(0, 1).flatten(0, 1).unsqueeze(0).contiguous()
+
+        value, key, query = self._convolve(x, weight, bias, layout)
+        lengths = layout.cu_seqlens.diff()
+        documents = torch.repeat_interleave(
+            torch.arange(len(lengths), dtype=torch.int32, device=x.device), lengths, output_size=len(x)
+        )
+        output = scan(
+            to_row(value.flatten(1, 2)),
+            to_row(dt.flatten(1)),
+            rates.flatten(),
+            to_row(key),
+            to_row(query),
+            chunk_size=4 * CHUNK,
+            D=skip.flatten(),
+            seq_idx=documents.unsqueeze(0),
+        )
+        return output.view(rows, -1, *value.shape[1:]).transpose(0, 1).contiguous()
+
+    def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Norm each group's heads together."""
+        gated = (x.float() * F.silu(gate.float())).flatten(-2)
+        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.config.layernorm_epsilon)
+        return self.norm().view(self.groups, -1) * normed.to(x.dtype)
