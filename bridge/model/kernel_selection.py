@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
@@ -37,6 +38,7 @@ class Kernels:
     fp8: str | None = None  # format and recipe; None: no FP8
     delta_nets: str | None = None  # of gated delta nets: see delta_kernels; None: there are none
     mamba: str | None = None  # of Mamba-2 layers: see mamba_kernels; None: there are none
+    selected_keys: int | None = None  # that a lightning indexer selects for a query; None: there is none
 
     @property
     def warnings(self) -> list[str]:
@@ -75,6 +77,8 @@ class Kernels:
             "sdpa": "PyTorch's scaled_dot_product_attention, one document at a time",
         }[self.attention]
         text = f"layers: {layers}; attention: {attention}"
+        if self.selected_keys:
+            text += f"; of documents beyond {self.selected_keys} tokens: plain PyTorch, to selected keys"
         if self.delta_nets:
             text += f"; gated delta nets: {DELTA_NETS[self.delta_nets]}"
         if self.mamba:
@@ -123,14 +127,16 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
     mamba = None
     if architecture.mamba:
         mamba = mamba_kernels(dtype, on_gpu=on_gpu, deterministic=options.deterministic_mode)
+    selected_keys = architecture.sparse.topk if architecture.sparse else None
+    kinds: dict[str, Any] = {"delta_nets": delta_nets, "mamba": mamba, "selected_keys": selected_keys}
     if "num_moe_experts" not in architecture.transformer:
-        return Kernels(use_engine, attention, fp8=precision, delta_nets=delta_nets, mamba=mamba)
+        return Kernels(use_engine, attention, fp8=precision, **kinds)
     dispatcher = options.moe_token_dispatcher_type
     is_distributed = options.tensor_model_parallel_size * options.expert_model_parallel_size > 1
     if dispatcher == "flex" and not (is_distributed and find_spec("deep_ep")):
         dispatcher = "alltoall"
     permutation = _permutation(options, dispatcher, transformer_engine=has_engine)
-    return Kernels(use_engine, attention, dispatcher, permutation, precision, delta_nets, mamba)
+    return Kernels(use_engine, attention, dispatcher, permutation, precision, **kinds)
 
 
 def _permutation(options: BuildOptions, dispatcher: str, *, transformer_engine: bool) -> str:

@@ -151,6 +151,12 @@ def check_divisible(options: BuildOptions, layout: ProcessLayout, model: HfConfi
             f"--tensor_model_parallel_size {tensor} x --context_parallel_size {layout.context}: does not divide the "
             f"{key_heads} key heads of the model's gated delta nets. Set a product that divides {key_heads}."
         )
+    is_mamba = model.get("mamba_num_heads") and model.get("n_groups")
+    if is_mamba and model["n_groups"] % (tensor * layout.context):
+        raise UsageError(
+            f"--tensor_model_parallel_size {tensor} x --context_parallel_size {layout.context}: does not divide the "
+            f"{model['n_groups']} groups of the model's Mamba-2 layers. Set a product that divides {model['n_groups']}."
+        )
     if experts := count_experts(model):
         _check_experts(options, layout, experts, model.get("moe_intermediate_size"))
     elif layout.expert > 1:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from megaswift.bridge.families import family_of
-from megaswift.bridge.layers import gated_delta
+from megaswift.bridge.layers import gated_delta, mamba
 from megaswift.bridge.model.kernel_selection import choose_kernels
 from megaswift.bridge.options import BuildOptions
 
@@ -36,3 +36,28 @@ def test_flash_linear_attention_is_never_missed_silently(
     assert ("delta nets" in str(kernels)) == bool(text)
     assert ("NOT INSTALLED" in str(kernels)) == warns
     assert ["pip install flash-linear-attention" in line for line in kernels.warnings] == [True] * warns
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_gpu", "installed", "text", "warns"),
+    [
+        (BF16, True, True, "; Mamba-2: mamba-ssm", False),
+        (BF16, True, False, "; Mamba-2: plain PyTorch, since mamba-ssm is NOT INSTALLED", True),
+        (FP32, True, True, "; Mamba-2: plain PyTorch", False),
+        (BF16, False, False, "; Mamba-2: plain PyTorch", False),
+    ],
+)
+def test_nor_is_mamba_ssm(monkeypatch, dtype, on_gpu, installed, text, warns):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(mamba, "find_spec", lambda name: installed and name == "mamba_ssm")
+    about = tiny.config("nemotron_h").to_dict() | {"time_step_limit": [0.0, 1.0]}
+    kernels = choose_kernels(BuildOptions(moe_permute_fusion=False), family_of(about).describe(about), dtype)
+    assert text in str(kernels)
+    assert ("NOT INSTALLED" in str(kernels)) == warns
+    assert ["mamba-ssm" in line for line in kernels.warnings] == [True] * warns
+
+
+def test_attention_to_selected_keys_is_named():
+    about = tiny.config("deepseek_v32").to_dict()
+    kernels = choose_kernels(BuildOptions(), family_of(about).describe(about), FP32)
+    assert "; of documents beyond 24 tokens: plain PyTorch, to selected keys" in str(kernels)

@@ -125,6 +125,13 @@ def test_experts_that_cannot_be_shared(mixture: Path, words: str, world: int, me
     assert message in str(error.value)
 
 
+def test_groups_of_mamba_layers_that_are_not_divided(tmp_path: Path) -> None:
+    config = DENSE | {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
+    config |= {"mamba_num_heads": 8, "n_groups": 4, "hybrid_override_pattern": "M-*-"}
+    with pytest.raises(UsageError, match=f"{TP} 4 x {CP} 2: does not divide the 4 groups of the model's Mamba-2 layer"):
+        check(write_model(tmp_path / "mamba", config), f"{TP} 4 {CP} 2 {SP} --max_length 1024", world=8)
+
+
 @pytest.mark.parametrize(
     ("words", "world", "message"),
     [
