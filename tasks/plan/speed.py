@@ -17,7 +17,7 @@ DISPATCH = 0.95  # share of an expert layer's time in products; the rest is rout
 # Bytes a second of a GPU: all-gathers and reduce-scatters, all-to-alls with their waits, and links between nodes.
 NVLINK, NVLINK_ALL_TO_ALL, NETWORK = 160e9, 90e9, 40e9
 MEMORY_BANDWIDTH = 3.3e12  # bytes a second that the optimizer's step reaches on an H200
-HOST_PARAMETERS = 3.0e9  # parameters a second of a node's host per 32 cores, optimizer_cpu_offload
+HOST_PARAMETERS = 4.2e9  # parameters a second of a node's host per 32 cores, optimizer_cpu_offload
 OVERLAP = 0.7  # share of the gradients' exchange that is hidden behind the backward pass
 LORA_OVERHEAD = 1.3  # adapters add small products
 

@@ -20,6 +20,6 @@ def rows():
 
 @pytest.fixture(scope="session")
 def measured():
-    """Runs of docs/results.json by row and system."""
+    """Runs of docs/results.json by row, system and, if there are any, flags."""
     results = json.loads((ROOT / "docs" / "results.json").read_text())
-    return {(run["row"], run["system"]): run for run in results if not run["flags"]}
+    return {(run["row"], run["system"], *([run["flags"]] if run["flags"] else [])): run for run in results}

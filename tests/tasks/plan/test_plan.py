@@ -49,6 +49,8 @@ def test_memory_and_speed_are_those_measured(run, rows, measured, workload_of) -
     gib = memory_of_rank(work, layout).total / 2**30
     highest = max(step["memory_gib"] for step in result["steps"])
     assert highest * 0.97 < gib < highest * 1.08
+    if layout.offloads:  # its speed was measured later, with less of the state on the host
+        result = measured[(*run, "--optimizer_offload_fraction 0.93")]
     times = sorted(after["at"] - before["at"] for before, after in pairwise(result["steps"][2:]))
     assert seconds_per_step(work, layout, H200) == pytest.approx(times[len(times) // 2], rel=0.1)
 
