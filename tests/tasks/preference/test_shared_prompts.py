@@ -1,48 +1,29 @@
 """Pairs whose answers share their prompt in a row have the numbers of documents by themselves."""
 
-import json
-
 import numpy as np
 import pytest
 
-from tests import tiny
-from tests.tasks.rl.test_shared_prompts import EP2, PP2, RECOMPUTED, TP2
-from tests.torchrun import torchrun
+from tests.tasks.shared_prompt_jobs import EP2, PP2, RECOMPUTED, TP2, Job, run_jobs
 
 ROWS = {"packing": None, "micro_batch": 1}
-# name: (processes, family, changes of its config, flags, further settings of the job)
 RUNS = {
-    "packed": (1, "qwen3", {}, {}, {}),
-    "rows": (1, "qwen3", {}, {}, ROWS),
-    "window, recomputed": (1, "mistral", {"sliding_window": 9}, RECOMPUTED, {}),
-    "experts": (1, "qwen3_moe", {}, {}, {}),
-    "DP2": (2, "qwen3", {}, {}, {}),
-    "TP2 SP": (2, "qwen3", {}, TP2, {}),
-    "PP2": (2, "qwen3", {}, PP2, ROWS),
-    "EP2": (2, "qwen3_moe", {}, EP2, {}),
+    "packed": Job(1, "qwen3"),
+    "rows": Job(1, "qwen3", settings=ROWS),
+    "window, recomputed": Job(1, "mistral", {"sliding_window": 9}, RECOMPUTED),
+    "experts": Job(1, "qwen3_moe"),
+    "DP2": Job(2, "qwen3"),
+    "TP2 SP": Job(2, "qwen3", flags=TP2),
+    "PP2": Job(2, "qwen3", flags=PP2, settings=ROWS),
+    "EP2": Job(2, "qwen3_moe", flags=EP2),
 }
 FAULTS = {
-    fault: (1, "qwen3", {}, {}, {"fault": fault}) for fault in ("no prompt", "each other", "no loss of the prompt")
+    fault: Job(1, "qwen3", settings={"fault": fault}) for fault in ("no prompt", "each other", "no loss of the prompt")
 }
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder, results = tmp_path_factory.mktemp("pairs"), {}
-    for world in (1, 2):
-        jobs = []
-        for name, (processes, family, changes, options, settings) in (RUNS | FAULTS).items():
-            if processes == world:
-                model = folder / f"{family} {changes}"
-                if not model.exists():
-                    tiny.save(model, family, **changes)
-                jobs.append({"name": name, "model": str(model), "options": options, **settings})
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        output = folder / f"results-{world}.json"
-        done = torchrun("tests.tasks.preference.shared_prompts_worker", folder / "jobs.json", output, processes=world)
-        assert output.exists(), f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        results |= json.loads(output.read_text())
-    return results
+    return run_jobs(RUNS | FAULTS, "tests.tasks.preference.shared_prompts_worker", tmp_path_factory.mktemp("pairs"))
 
 
 def largest_difference(result: dict) -> float:
@@ -57,7 +38,7 @@ def test_numbers_are_those_of_documents_by_themselves(name, results):
     assert "error" not in result, result["error"]
     repeated, shared = result["repeated"], result["shared"]
     assert repeated["shares"] == 0 < shared["shares"]
-    if RUNS[name][0] == 1:  # else the ranks have other pairs
+    if RUNS[name].processes == 1:  # else the ranks have other pairs
         assert shared["tokens"] == repeated["tokens"]
         assert repeated["forward"] - shared["forward"] == result["saved"]
     assert shared["computed"] < repeated["computed"]
