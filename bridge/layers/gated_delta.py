@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .delta_rule import DeltaLayout, causal_conv, delta_rule
-from .grouped_mixer import GroupedMixer, Weight, make_parameter
+from .grouped_mixer import GroupedMixer, MixerWeight, make_parameter
 
 
 class _FlaKernels(NamedTuple):
@@ -73,11 +73,11 @@ class GatedDeltaNet(GroupedMixer):
             sections=(conv_dim, heads * value_dim, heads, heads),
         )
         self.key_dim, self.value_dim, self.heads, self.conv_dim = key_dim, value_dim, heads, conv_dim
-        self.conv1d = Weight(config, self.groups * self.conv_dim, 1, kernel, split=True)
+        self.conv1d = MixerWeight(config, self.groups * self.conv_dim, 1, kernel, split=True)
         # A_log and the norm are in fp32, as in checkpoints.
         self.A_log = make_parameter(config, self.groups * self.heads, fp32=True, split=True)
         self.dt_bias = make_parameter(config, self.groups * self.heads, split=True)
-        self.norm = Weight(config, self.value_dim, fp32=True)
+        self.norm = MixerWeight(config, self.value_dim, fp32=True)
 
     def _mix(self, qkv: Tensor, beta: Tensor, dt: Tensor, layout: DeltaLayout) -> Tensor:
         """qkv [sequence, rows, groups, channels], beta and dt [sequence, rows, groups, heads], of full documents

@@ -124,7 +124,7 @@ class GroupedMixer(MegatronModule):
         return all_to_all(self.cp_group, x).movedim(0, 2).flatten(2, 3)
 
 
-class Weight(torch.nn.Module):
+class MixerWeight(torch.nn.Module):
     """A parameter named `weight`, returned by `forward`: module hooks wait for an overlapped parameter all-gather.
 
     bias: there is a `bias` too, as long as the weight's first dimension.

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..mapping.param_mapping import Mamba
 from .delta_rule import CHUNK, DeltaLayout, causal_conv
-from .grouped_mixer import GroupedMixer, Weight, make_parameter
+from .grouped_mixer import GroupedMixer, MixerWeight, make_parameter
 from .state_space import state_space
 
 
@@ -63,9 +63,9 @@ class Mamba2(GroupedMixer):
             sections=(conv_dim, heads * mamba.head_dim, heads),
         )
         self.mamba, self.heads = mamba, heads
-        self.conv1d = Weight(config, self.groups * conv_dim, 1, mamba.kernel, split=True, bias=mamba.conv_bias)
+        self.conv1d = MixerWeight(config, self.groups * conv_dim, 1, mamba.kernel, split=True, bias=mamba.conv_bias)
         self.A_log, self.D, self.dt_bias = (make_parameter(config, self.groups * heads, split=True) for _ in range(3))
-        self.norm = Weight(config, self.groups * heads * mamba.head_dim, split=True)
+        self.norm = MixerWeight(config, self.groups * heads * mamba.head_dim, split=True)
 
     def _mix(self, convolved: Tensor, dt: Tensor, layout: DeltaLayout) -> Tensor:
         """convolved [sequence, rows, groups, channels], dt [sequence, rows, groups, heads], of full documents
