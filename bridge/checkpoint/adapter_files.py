@@ -21,7 +21,7 @@ from ..lora.adapter_mapping import FUSED_EXPERTS, PREFIX, adapted_modules
 from ..lora.attach import Lora
 from ..lora.settings import FUSED, LoraSettings
 from ..mapping.local_params import collect_params
-from ..mapping.param_mapping import OUTPUT, TOWER, Architecture, HfConfig, ParamKey, ParamTable
+from ..mapping.param_mapping import OUTPUT, TOWERS, Architecture, HfConfig, ParamKey, ParamTable
 from ..model.chunk_mapping import describe_chunks
 from ..parallel import barrier
 from .adapter_experts import SeparatedExperts
@@ -40,7 +40,7 @@ FUSED_LEAVES = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_pr
 # PEFT saves no list of modules, but its members.
 TOWER_MODULE = re.compile(
     r"\b(?:visual\.\w+(?:\.\d+)?|vision_tower\.(?:(?:transformer\.layers|encoder\.layer)\.\d+|\w+)|"
-    r"multi_modal_projector\.\w+)"
+    r"audio_tower\.(?:layers\.\d+|\w+)|multi_modal_projector\.\w+)"
 )
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
 IGNORED_WEIGHTS = re.compile(r".+\.base_layer\.weight")  # PEFT saves an embedding's weight with its adapter
@@ -162,12 +162,12 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfi
     saved = {
         _leaf(entry.hf[0].removesuffix(".weight"))
         for key, entry in plan.modules_to_save.items()
-        if entry.hf[0].endswith(".weight") and not key.name.startswith(TOWER)
+        if entry.hf[0].endswith(".weight") and not key.name.startswith(TOWERS)
     }
     saved |= {match[0] for entry in plan.modules_to_save.values() if (match := TOWER_MODULE.search(entry.hf[0]))}
     # A tower shares module names with the language model.
     has_language_model = any("language_model." in name for name in plan.modules)
-    has_tower = any(key.name.startswith(TOWER) for key in plan.adapted)
+    has_tower = any(key.name.startswith(TOWERS) for key in plan.adapted)
     config = LoraConfig(
         base_model_name_or_path=base,
         task_type="CAUSAL_LM" if architecture.num_labels is None else "SEQ_CLS",

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from ..lora.attach import Lora
 from ..lora.settings import LoraSettings
 from ..mapping.local_params import ADAPTER, collect_params
-from ..mapping.param_mapping import EMBEDDING, OUTPUT, TOWER, Architecture, Family, HfConfig
+from ..mapping.param_mapping import AUDIO_TOWER, EMBEDDING, OUTPUT, TOWERS, VISION_TOWER, Architecture, Family, HfConfig
 from ..model.chunk_mapping import describe_chunks, map_chunks
 from ..model.score_head import init_head
 from .adapter_files import write_adapter_config
@@ -55,6 +55,7 @@ from .tensor_names import abridge
 
 MAX_PASSTHROUGH_FILE = 5 * 2**30  # bytes of a file of passthrough tensors
 MODEL_HINT = "Do the folder and its config.json belong together?"
+FIRST_PARAMETERS = VISION_TOWER + "patch_embed.weight", AUDIO_TOWER + "convs.0.weight"
 MODULES_KEY = "adapted_modules"  # in an adapter's checkpoint: Hugging Face names of the modules with adapters
 ADAPTER_HINT = "Is it an adapter of another model?"
 
@@ -180,11 +181,11 @@ def load_distributed(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: st
         stored.pop(OUTPUT.name, None)
         if state.pop(str(OUTPUT), None) is not None:
             init_head(collect_params(chunks)[OUTPUT], hf_config, seed)
-    tower = {key for key in names if key.name.startswith(TOWER)}
+    tower = {key for key in names if key.name.startswith(TOWERS)}
     if tower and not stored.keys() & {names[key] for key in tower}:  # saved by a run that left the tower as it was
         _read_passthrough_tower(chunks, hf_config, root / FOLDER)
         names = {key: name for key, name in names.items() if key not in tower}
-        state = {key: tensor for key, tensor in state.items() if not key.startswith(TOWER)}
+        state = {key: tensor for key, tensor in state.items() if not key.startswith(TOWERS)}
     _check_names(folder, stored.keys(), set(names.values()), family)
     _check_vocabulary(folder, stored[names[EMBEDDING]][0], architecture)
     _read(state, folder, stored, architecture, MODEL_HINT)
@@ -195,7 +196,7 @@ def _read_passthrough_tower(chunks: Sequence[GPTModel], hf_config: HfConfig, fol
     source = open_weights(folder, {}) if folder.is_dir() else None
     names = source.tensors if source else {}
     _, architecture, entries = map_chunks(chunks, hf_config, names)
-    tensors = {key: tensor for key, tensor in collect_params(chunks).items() if key.name.startswith(TOWER)}
+    tensors = {key: tensor for key, tensor in collect_params(chunks).items() if key.name.startswith(TOWERS)}
     missing = {name for key in tensors for name in entries[key].hf} - names.keys()
     if missing or source is None:
         raise ValueError(f"{folder.parent} lacks {abridge(missing)}, which this model's vision tower has. {MODEL_HINT}")
@@ -203,8 +204,8 @@ def _read_passthrough_tower(chunks: Sequence[GPTModel], hf_config: HfConfig, fol
 
 
 def has_mcore_tower(folder: str | Path) -> bool:
-    """Return whether a megatron-core checkpoint holds a vision tower in megatron-core's format."""
-    return TOWER + "patch_embed.weight" in _tensor_metadata(mcore_folder(folder))
+    """Return whether a megatron-core checkpoint holds a tower in megatron-core's format."""
+    return not _tensor_metadata(mcore_folder(folder)).keys().isdisjoint(FIRST_PARAMETERS)
 
 
 def read_distributed_settings(folder: str | Path) -> LoraSettings:

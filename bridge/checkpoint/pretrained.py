@@ -148,7 +148,7 @@ def _causal_class(config: Any) -> Any:
 def _has_tower(hf_config: HfConfig) -> bool:
     """Return whether a family here has the vision tower of a model."""
     try:
-        return "vision_config" in hf_config and family_of(hf_config).vision is not None
+        return family_of(hf_config).has_tower(hf_config)
     except ValueError:
         return False
 

@@ -22,7 +22,7 @@ from ..lora.merge import merge_functions
 from ..mapping.local_params import collect_params, local_experts, shard_group, shard_position
 from ..mapping.param_mapping import (
     OUTPUT,
-    TOWER,
+    TOWERS,
     Architecture,
     HfConfig,
     MappingEntry,
@@ -234,7 +234,7 @@ def plan_jobs(
     job_lists: tuple[list[GatherJob], list[GatherJob], list[GatherJob]] = ([], [], [])
     is_first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
     for key, tensor in tensors.items():
-        if key.name.startswith(TOWER) and not is_first_stage:  # all stages have the vision tower
+        if key.name.startswith(TOWERS) and not is_first_stage:  # all stages have the vision tower
             continue
         entry = entries[key]
         ranks, _ = shard_position(key, entry)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..lora.adapter_mapping import AdapterPlan
 from ..mapping.local_params import iter_views, shard_position
-from ..mapping.param_mapping import TOWER, VOCAB, HfConfig, ParamKey
+from ..mapping.param_mapping import TOWERS, VOCAB, HfConfig, ParamKey
 from ..model.chunk_mapping import map_chunks
 from .safetensors_io import MIN_SLICE, StoredTensor, read_header, read_runs
 from .sharding import add_tied_output, find_replica_id, shard_pieces
@@ -88,7 +88,7 @@ class TrainedParams:
             part_start += math.prod(shape)
 
     def _is_saved(self, chunk: GPTModel, key: ParamKey, sharded: bool) -> bool:
-        if key.name.startswith(TOWER):  # every rank is in its data-parallel group
+        if key.name.startswith(TOWERS):  # every rank is in its data-parallel group
             return sharded or dist.get_rank() == 0
         is_tied_copy, tensor_rank, data_rank = find_replica_id(chunk, self._names[key], key, self._entries[key])
         return not (is_tied_copy or tensor_rank or (data_rank and not sharded))

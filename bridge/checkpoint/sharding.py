@@ -25,7 +25,7 @@ from ..mapping.local_params import LocalParam, iter_params, shard_group, shard_p
 from ..mapping.param_mapping import (
     EMBEDDING,
     OUTPUT,
-    TOWER,
+    TOWERS,
     VOCAB,
     Architecture,
     HfConfig,
@@ -40,7 +40,7 @@ from ..model.chunk_mapping import describe_chunks, map_chunks
 LAYERS = "decoder.layers.{layer}."
 LAYER = re.compile(
     r"decoder\.layers\.\{layer\}\.|mtp\.layers\.\{layer\}\.(?:transformer_layer\.|mtp_model_layer\.)?"
-    r"|vision\.(?:layers|deep_mergers)\.\{layer\}\."
+    r"|(?:vision|audio)\.(?:layers|deep_mergers)\.\{layer\}\."
 )
 # Norms that Transformer Engine fuses into the next matrix: the norm, the matrix, the norm's fused name.
 FUSED = (
@@ -235,7 +235,7 @@ def shard_pieces(
 
 def find_replica_id(chunk: GPTModel, name: str, key: ParamKey, entry: MappingEntry) -> tuple[int, int, int]:
     """Return the replica id of this rank's copy of a tensor. The copy that is saved has only zeros."""
-    if key.name.startswith(TOWER):
+    if key.name.startswith(TOWERS):
         return 0, 0, dist.get_rank()
     is_tied_copy = name == EMBEDDING.name and not chunk.pre_process  # the last stage's, for the output layer
     shard_rank = shard_group(expert=key.expert is not None).rank() if entry.kind.dim is None else 0

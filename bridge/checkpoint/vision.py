@@ -1,4 +1,4 @@
-"""Vision towers in checkpoints of either format."""
+"""Vision and audio towers in checkpoints of either format."""
 
 from pathlib import Path
 
@@ -10,23 +10,25 @@ from .passthrough import FOLDER
 from .safetensors_io import SafetensorsFolder, tensor_names
 
 # A tower has one of these.
-PATCH_EMBEDDINGS = (
+FIRST_TENSORS = (
+    "audio_tower.conv1.weight",
+    "audio_tower.conv2d1.weight",
     "visual.patch_embed.proj.weight",
     "vision_tower.patch_conv.weight",
     "vision_tower.embeddings.patch_embeddings.projection.weight",
 )
-TOWER_PARTS = "visual.", "vision_tower.", "multi_modal_projector."  # in names of modules
+TOWER_PARTS = "visual.", "vision_tower.", "audio_tower.", "multi_modal_projector."  # in names of modules
 
 
 def has_tower(folder: Path, hf_config: HfConfig) -> bool:
     """Return whether the model in `folder` has a vision tower that can be built, and its weights."""
-    if family_of(hf_config).vision is None or "vision_config" not in hf_config:
+    if not family_of(hf_config).has_tower(hf_config):
         return False
     if not has_weights(folder) and is_mcore_checkpoint(folder):
         if has_mcore_tower(folder):
             return True
         folder = folder / FOLDER
-    return has_weights(folder) and any(name.endswith(PATCH_EMBEDDINGS) for name in tensor_names(folder))
+    return has_weights(folder) and any(name.endswith(FIRST_TENSORS) for name in tensor_names(folder))
 
 
 def needs_tower(folder: Path) -> bool:

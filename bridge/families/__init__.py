@@ -51,6 +51,7 @@ from . import (
     qwen3,
     qwen3_5_moe_text,
     qwen3_5_text,
+    qwen3_asr,
     qwen3_moe,
     qwen3_next,
     qwen3_vl_moe_text,
@@ -71,7 +72,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         smollm3, olmo2, olmo3, arcee, exaone4, glm4_moe_lite,
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
-        glm4v_text, glm4v_moe_text, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
+        glm4v_text, glm4v_moe_text, qwen3_asr, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
         deepseek_v32, glm_moe_dsa, nemotron_h,
     )
 )  # fmt: skip

@@ -123,6 +123,7 @@ def _line(family: Family) -> str:
         "a shared expert": arguments.get("moe_shared_expert_intermediate_size"),
         "MTP": family.mtp_mappings,
         "a vision tower": family.vision,
+        "an audio tower": family.audio,
     }
     columns = (
         family.name,

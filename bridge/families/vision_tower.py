@@ -5,12 +5,13 @@ from typing import Any
 
 from ..mapping.param_mapping import (
     REPLICATED,
-    TOWER,
+    VISION_TOWER,
     Architecture,
     HfConfig,
     ParamMapping,
     ShardingKind,
     Span,
+    TowerLayers,
     Vision,
 )
 
@@ -64,13 +65,14 @@ class TowerTable:
     layers: the values of {layer} in the names; None: there is none. The kind is that of a linear layer's tensors.
     """
 
-    def __init__(self, vision: Vision):
-        self.vision = vision
-        self.layers = tuple(range(vision.num_layers))
+    def __init__(self, settings: TowerLayers, tower: str = VISION_TOWER):
+        """tower: VISION_TOWER or AUDIO_TOWER"""
+        self.settings, self._tower = settings, tower
+        self.layers = tuple(range(settings.num_layers))
         self._mappings: list[ParamMapping] = []
 
     def add(self, hf: str, mcore: str, kind: ShardingKind = REPLICATED, layers: tuple[int, ...] | None = None) -> None:
-        self._mappings.append(ParamMapping(hf, TOWER + mcore, kind, layers))
+        self._mappings.append(ParamMapping(hf, self._tower + mcore, kind, layers))
 
     def linear(
         self,
@@ -86,7 +88,7 @@ class TowerTable:
 
     def norm(self, hf: str, mcore: str, layers: tuple[int, ...] | None = None, *, kind: str = "") -> None:
         """kind: "LayerNorm" or "RMSNorm"; by default the tower's"""
-        self.linear(hf, mcore, layers=layers, bias=(kind or self.vision.normalization) == "LayerNorm")
+        self.linear(hf, mcore, layers=layers, bias=(kind or self.settings.normalization) == "LayerNorm")
 
     def under(self, *prefixes: str) -> list[ParamMapping]:
         """Return the mappings, whose names in checkpoints begin with any of these."""

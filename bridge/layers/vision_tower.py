@@ -8,7 +8,7 @@ https://arxiv.org/abs/2511.21631, GLM-4.1V: https://arxiv.org/abs/2507.01006, Pi
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from types import SimpleNamespace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..kernels import usable
 from ..kernels.weight_gradient import has_main_grad, linear
-from ..mapping.param_mapping import Projector, Vision
+from ..mapping.param_mapping import Projector, TowerLayers, Vision
 from .norm import LayerNorm, RMSNorm
 from .patch_plan import Blocks, PatchPlan
 
@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # and the search takes longer than the kernel.
 LENGTH_STEP = 1024
 
-TOWER_MODULES = "patch_embed", "patch_norm", "class_token", "position_embeddings", "layers", "final_norm", "downsample"
+VISION_MODULES = "patch_embed", "patch_norm", "class_token", "position_embeddings", "layers", "final_norm", "downsample"
 MERGERS = "merger", "deep_mergers"
 
 
@@ -49,7 +49,7 @@ class Linear(nn.Linear):
 
 
 def _norm(
-    vision: Vision, size: int, config: TransformerConfig, device: torch.device, *, has_residual: bool = False
+    vision: TowerLayers, size: int, config: TransformerConfig, device: torch.device, *, has_residual: bool = False
 ) -> nn.Module:
     norm = RMSNorm if vision.normalization == "RMSNorm" else LayerNorm
     module = norm(size, eps=vision.eps, dtype=config.params_dtype, device=device)
@@ -74,7 +74,7 @@ class Attention:
 FAST_HEAD_DIMS = 64, 128
 
 
-def make_attention(vision: Vision, config: TransformerConfig) -> Attention:
+def make_attention(vision: TowerLayers, config: TransformerConfig) -> Attention:
     """Return the attention within blocks: Transformer Engine's if the language model has it, else torch's."""
     if config.attention_kernel != "transformer_engine" or vision.window:  # type: ignore[attr-defined]
         return Attention(attend)
@@ -127,8 +127,20 @@ def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else scale * x
 
 
+class RopePlan(Protocol):
+    """Rope of a tower's rows."""
+
+    @property
+    def cos(self) -> Tensor:
+        """[rows, 1, head_dim / 2] fp32"""
+        ...
+
+    @property
+    def sin(self) -> Tensor: ...
+
+
 class TowerLayer(nn.Module):
-    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device, attention: Attention):
+    def __init__(self, vision: TowerLayers, config: TransformerConfig, device: torch.device, attention: Attention):
         super().__init__()
         self.attention = attention
         size, ffn_size = vision.hidden_size, vision.ffn_hidden_size
@@ -137,7 +149,10 @@ class TowerLayer(nn.Module):
         self.activation = ACTIVATIONS[vision.activation]
         self.has_fused_gelu = vision.activation == "gelu_pytorch_tanh" and vision.layer_bias
         self.norm1, self.norm2 = (_norm(vision, size, config, device, has_residual=True) for _ in range(2))
-        self.linear_qkv = linear(size, 3 * size, bias=vision.qkv_bias)
+        self.linear_qkv = linear(size, 3 * size, bias=vision.qkv_bias and vision.key_bias)
+        self.query_value_bias = None  # of each head together
+        if vision.qkv_bias and not vision.key_bias:
+            self.query_value_bias = nn.Parameter(torch.empty(2 * size, dtype=config.params_dtype, device=device))
         linear = partial(linear, bias=vision.layer_bias)
         self.linear_proj = linear(size, size)
         self.linear_fc1 = linear(size, 2 * ffn_size if vision.gated else ffn_size)
@@ -148,10 +163,14 @@ class TowerLayer(nn.Module):
                 nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device)) for _ in range(2)
             )
 
-    def forward(self, x: Tensor, plan: PatchPlan, blocks: Blocks) -> Tensor:
+    def forward(self, x: Tensor, plan: RopePlan, blocks: Blocks) -> Tensor:
         """x [patches, hidden_size] -> the same shape."""
         normed, x = _with_residual(self.norm1(x), x)
-        query, key, value = self._heads(self.linear_qkv(normed), plan)
+        qkv = self.linear_qkv(normed)
+        if self.query_value_bias is not None:
+            query_bias, value_bias = self.query_value_bias.view(self.num_heads, 2, -1).unbind(1)
+            qkv = qkv + torch.stack((query_bias, torch.zeros_like(query_bias), value_bias), dim=1).flatten()
+        query, key, value = self._heads(qkv, plan)
         heads = self.attention.run(query, key, value, blocks)[..., : self.head_dim]
         x = x + _scaled(self.linear_proj(heads.flatten(1)), self.scale1)
         normed, x = _with_residual(self.norm2(x), x)
@@ -168,7 +187,7 @@ class TowerLayer(nn.Module):
             return torch.ops.aten._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
         return self.activation(layer(x))
 
-    def _heads(self, qkv: Tensor, plan: PatchPlan) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, plan: RopePlan) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries and keys, and values: [patches, heads, head_dim, perhaps padded] each.
 
         qkv [patches, heads * 3 * head_dim]
@@ -184,7 +203,7 @@ class TowerLayer(nn.Module):
         return _rotate(query, plan), _rotate(key, plan), value
 
 
-def _rotate(x: Tensor, plan: PatchPlan) -> Tensor:
+def _rotate(x: Tensor, plan: RopePlan) -> Tensor:
     """Rotate x [patches, heads, head_dim] in fp32, as transformers does."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * plan.cos - second * plan.sin, second * plan.cos + first * plan.sin), dim=-1).to(x.dtype)
@@ -370,19 +389,3 @@ class VisionTower(nn.Module):
         if plan.feature_order is not None:
             features = features[:, plan.feature_order]
         return features[:, : features.shape[1] - plan.padding // self.vision_settings.merge_size**2]
-
-
-class VisionPart(nn.Module):
-    """Module that holds the vision tower, as the chunks of a model hold the layers.
-
-    The functions that load, save and freeze parameters take it beside the chunks.
-    """
-
-    pre_process = post_process = False
-    decoder = SimpleNamespace(layers=())
-    mtp = None
-
-    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device):
-        super().__init__()
-        self.config = config
-        self.vision = VisionTower(vision, config, device)

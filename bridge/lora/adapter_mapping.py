@@ -22,7 +22,7 @@ from ..mapping.param_mapping import (
     EXPERTS,
     OUTPUT,
     REPLICATED,
-    TOWER,
+    TOWERS,
     Architecture,
     MappingEntry,
     ParamKey,
@@ -103,7 +103,7 @@ def plan_adapters(
     entries = _by_module(entries, architecture)
     plan, hits = AdapterPlan(), dict.fromkeys(settings.targets, 0)
     for key, entry in entries.items():  # modules of the tower without adapters: their names are not to be targets
-        if key.name.startswith(TOWER) and _module_of(key).rpartition(".")[2] not in LINEAR_MODULES:
+        if key.name.startswith(TOWERS) and _module_of(key).rpartition(".")[2] not in LINEAR_MODULES:
             plan.leaves.update(name.removesuffix(".weight").rpartition(".")[2] for name in entry.hf)
     saved_modules = {key for name in settings.modules_to_save for key in _tower_keys(name, entries)}
     for matrix in _matrices(entries):
@@ -331,7 +331,7 @@ def _modules_to_save(entries: ParamTable, plan: AdapterPlan, settings: LoraSetti
             if entry.expert_index is not None or EXPERTS in key.name:
                 raise ValueError(f"--lora_bias {settings.bias} is not for biases of experts ({entry.hf[0]})")
             matrix = key._replace(name=key.name.removesuffix("bias") + "weight")
-            if key.name.startswith(TOWER) and matrix not in plan.adapted:
+            if key.name.startswith(TOWERS) and matrix not in plan.adapted:
                 continue
             adapted_parts = plan.adapted.get(matrix, ())
             names = tuple(
@@ -349,7 +349,7 @@ def _tower_keys(module: str, entries: ParamTable) -> list[ParamKey]:
     return [
         key
         for key, entry in entries.items()
-        if key.name.startswith(TOWER) and any(f".{module}." in f".{name}" for name in (*entry.hf, key.name))
+        if key.name.startswith(TOWERS) and any(f".{module}." in f".{name}" for name in (*entry.hf, key.name))
     ]
 
 

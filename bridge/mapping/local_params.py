@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .fp8 import as_bf16
-from .param_mapping import OUTPUT, TOWER, Architecture, MappingEntry, ParamKey, ParamTable
+from .param_mapping import OUTPUT, TOWERS, Architecture, MappingEntry, ParamKey, ParamTable
 
 # Transformer Engine fuses a norm into the linear layer that follows it.
 FUSED_NORMS = {
@@ -24,7 +24,7 @@ FUSED_NORMS = {
     for kind in ("weight", "bias")
 }
 LAYER = re.compile(r"(?:decoder|mtp)\.layers\.(\d+)\.((?:mtp_model_layer\.)?)(.+)")
-TOWER_LAYER = re.compile(r"(vision\.(?:layers|deep_mergers)\.)(\d+)(\..+)")
+TOWER_LAYER = re.compile(r"((?:vision|audio)\.(?:layers|deep_mergers)\.)(\d+)(\..+)")
 # `weight3`: local expert 3 in Transformer Engine; `weight`: all local experts, stacked.
 EXPERTS = re.compile(r"(mlp\.experts\.linear_fc[12]\.(?:weight|bias|adapter\.lora_[AB]))(\d*)")
 ADAPTER = ".adapter."  # in the names of adapter tensors (lora/)
@@ -107,7 +107,7 @@ def expected_keys(chunks: Sequence[GPTModel], entries: ParamTable, architecture:
     first, last = any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
 
     def is_local(key: ParamKey) -> bool:
-        if key.name.startswith(TOWER):
+        if key.name.startswith(TOWERS):
             return True
         if key.layer is not None:
             numbers = range(architecture.mtp_depths) if key.name.startswith("mtp.") else layers

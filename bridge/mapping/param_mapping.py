@@ -94,8 +94,57 @@ class Projector(NamedTuple):
     reduces_squares: bool
 
 
-@dataclass(frozen=True)
-class Vision:
+@dataclass(frozen=True, kw_only=True)
+class TowerLayers:
+    """Layers of a tower: transformer layers that attend in both directions."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    output_size: int  # the language model's hidden size
+    normalization: str = "LayerNorm"  # or "RMSNorm"
+    eps: float = 1e-6
+    gated: bool = False
+    activation: str = "gelu_pytorch_tanh"
+    qkv_bias: bool = True
+    key_bias: bool = True  # keys have a bias too, with `qkv_bias`
+    layer_bias: bool = True  # biases of the other linear layers in the tower's layers
+    layer_scale: bool = False  # learned factors on the outputs of attention and MLP
+    window: int | None = None  # side in pixels of the windows in which layers attend, except `full_layers`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audio(TowerLayers):
+    """Audio tower: convolutions over chunks of a log-mel spectrogram, a transformer, and a projector.
+
+    Positions are sinusoidal, and begin anew in each chunk.
+    """
+
+    mel_bins: int
+    chunk: int  # frames of the spectrogram that the convolutions see together
+    block_chunks: int  # chunks that attend to each other
+    channels: int | None = None  # of three convolutions over time and frequency; None: two over time alone
+    # Frames behind the end of an audio are zeros to each convolution: "never" (only to the first one), "short" (where
+    # the audio has a single chunk), or "always".
+    masks: str = "never"
+    pools: bool = False  # the mean of each pair of positions is a feature
+    projector_hidden: bool = True  # the projector has a hidden layer
+
+    @property
+    def halvings(self) -> int:
+        """Number of convolutions that halve the time."""
+        return 3 if self.channels else 1
+
+    def positions(self, frames: int) -> int:
+        """Return the positions of some frames of one chunk, behind the convolutions."""
+        for _ in range(self.halvings):
+            frames = (frames + 1) // 2
+        return frames
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision(TowerLayers):
     """Vision tower: a transformer over patches of images and videos, and mergers to features of the language model.
 
     A merger concatenates the patches of a square of `merge_size` x `merge_size`, and is an MLP with one hidden layer.
@@ -103,33 +152,20 @@ class Vision:
     norm and a gated MLP. `projector` is another form of it.
     """
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    output_size: int  # the language model's hidden size
     patch_size: int  # pixels
     temporal_patch_size: int  # frames; 1: the convolution over patches has no dimension of time
     merge_size: int
-    normalization: str = "LayerNorm"  # or "RMSNorm"
-    eps: float = 1e-6
-    gated: bool = False
-    activation: str = "gelu_pytorch_tanh"
     rope_base: float | None = 10000.0  # None: no rope
     # Frequencies of a head's rope: each axis has the same ones, those of half a head; or height has every other one of
     # a head, and width those between.
     rope_alternates: bool = False
     channels: int = 3
     patch_bias: bool = True
-    qkv_bias: bool = True
-    layer_bias: bool = True  # biases of the other linear layers in the tower's layers
     patch_norm: bool = False  # a norm on embedded patches, before position embeddings are added
     grid_side: int | None = None  # side of a grid of learned position embeddings, which is resampled
     class_token: bool = False  # a learned token in front of each image or frame; it has the grid's first embedding
-    layer_scale: bool = False  # learned factors on the outputs of attention and MLP
     # "bilinear": the ends of the grid are the first and the last patch; or "bicubic": the ends of their areas
     interpolation: str = "bilinear"
-    window: int | None = None  # side in pixels of the windows in which layers attend, except `full_layers`
     full_layers: tuple[int, ...] = ()
     # Layers whose outputs, through mergers of their own, are added to the outputs of the language model's first layers
     # (DeepStack, https://arxiv.org/abs/2406.04334).
@@ -173,6 +209,7 @@ class Architecture:
     mtp_depths: int = 0  # layers of multi-token prediction to build; see layers/mtp.py
     num_labels: int | None = None  # of a score head that replaces the output layer; see sequence_classification.py
     vision: Vision | None = None  # vision tower to build
+    audio: Audio | None = None  # audio tower to build
     passthrough: str = ""  # regex of tensors that the model is built without; see checkpoint/passthrough.py
     # (regex, replacement) from names of tensors in files to transformers' modules, where they differ: PEFT uses these.
     module_names: tuple[tuple[str, str], ...] = ()
@@ -298,19 +335,30 @@ class Family:
     text_config: Callable[[HfConfig], HfConfig] = lambda config: config  # text model's part of a config.json
     vision: Callable[[HfConfig], Vision] | None = None  # reads the vision tower from a raw config.json
     vision_mappings: Callable[[Vision], list[ParamMapping]] | None = None
+    audio: Callable[[HfConfig], Audio] | None = None  # reads the audio tower from a raw config.json
+    audio_mappings: Callable[[Audio], list[ParamMapping]] | None = None
     vlm_names: tuple[Callable[[str], str], ...] = ()  # renaming functions for tensors of vision-language checkpoints
 
     def describe(self, hf_config: HfConfig, *, vision: bool = False) -> Architecture:
-        """Read the architecture from a raw config.json, of the language model alone or with its vision tower.
+        """Read the architecture from a raw config.json, of the language model alone or with its towers.
 
-        Raises ValueError for unsupported settings, and if the model has no vision tower.
+        Raises ValueError for unsupported settings, and if the model has no tower.
         """
         architecture = self.architecture(self.read(hf_config))
         if not vision:
             return architecture
-        if self.vision is None or "vision_config" not in hf_config:
+        if not self.has_tower(hf_config):
             raise ValueError(f"{self.name}: this model has no vision tower, or its tower is not supported")
-        return replace(architecture, vision=self.vision(hf_config))
+        return replace(
+            architecture,
+            vision=self.vision(hf_config) if self.vision and "vision_config" in hf_config else None,
+            audio=self.audio(hf_config) if self.audio and "audio_config" in hf_config else None,
+        )
+
+    def has_tower(self, hf_config: HfConfig) -> bool:
+        """Return whether a raw config.json has a vision or audio tower that can be built."""
+        towers = ("vision_config", self.vision), ("audio_config", self.audio)
+        return any(key in hf_config and reader is not None for key, reader in towers)
 
     def read(self, hf_config: HfConfig) -> HfConfig:
         """Return the text model's part of a raw config.json, with defaults for missing and null keys."""
@@ -387,7 +435,8 @@ class MappingEntry(NamedTuple):
 ParamTable = dict[ParamKey, MappingEntry]
 EMBEDDING = ParamKey("embedding.word_embeddings.weight")
 OUTPUT = ParamKey("output_layer.weight")
-TOWER = "vision."  # begins the names of the vision tower's tensors
+VISION_TOWER, AUDIO_TOWER = "vision.", "audio."  # begin the names of a tower's tensors
+TOWERS = VISION_TOWER, AUDIO_TOWER
 EXPERTS = "mlp.experts.linear_fc"  # in the names of tensors of single experts
 
 
@@ -404,6 +453,8 @@ def expand_mappings(
     mappings = family.list_mappings(hf_config, architecture.mtp_depths)
     if architecture.vision and family.vision_mappings:
         mappings = mappings + family.vision_mappings(architecture.vision)
+    if architecture.audio and family.audio_mappings:
+        mappings = mappings + family.audio_mappings(architecture.audio)
     for mapping in mappings:
         layers = range(architecture.transformer["num_layers"]) if mapping.layers is None else mapping.layers
         for layer in layers if "{layer}" in mapping.mcore else (None,):

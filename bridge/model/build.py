@@ -21,7 +21,7 @@ from ..layers.mtp import MtpBlock
 from ..layers.pooling import ScoreHead
 from ..layers.rope import make_rotary_rule
 from ..layers.spec import block_spec, mtp_spec
-from ..layers.vision_tower import VisionPart
+from ..layers.tower_part import TowerPart
 from ..mapping import fp8
 from ..mapping.local_params import decoder_layers
 from ..mapping.param_mapping import Architecture, Family, HfConfig
@@ -79,12 +79,11 @@ def _build_encoder(
     architecture: Architecture,
     groups: ProcessGroupCollection,
 ) -> VisionEncoder:
-    assert architecture.vision is not None
     stages: list[list[int]] = [[]] * groups.pp.size()
     dist.all_gather_object(
         stages, [layer.layer_number for chunk in chunks for layer in decoder_layers(chunk)], group=groups.pp
     )
-    part = VisionPart(architecture.vision, config, runtime.device())
+    part = TowerPart(architecture.vision, architecture.audio, config, runtime.device())
     return VisionEncoder(part, config, groups, stages)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron.core.models.gpt import GPTModel
 
 from ..families import family_of
-from ..layers.vision_tower import VisionPart
+from ..layers.tower_part import TowerPart
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamTable, expand_mappings
 
 
@@ -22,7 +22,7 @@ class ChunkMapping(NamedTuple):
 def describe_chunks(chunks: Sequence[GPTModel], hf_config: HfConfig) -> Architecture:
     """Return the architecture in a raw config.json, with the vision tower and prediction layers that `chunks` have."""
     depths = max((len(chunk.mtp.layers) for chunk in chunks if getattr(chunk, "mtp", None)), default=0)
-    has_vision = any(isinstance(chunk, VisionPart) for chunk in chunks)
+    has_vision = any(isinstance(chunk, TowerPart) for chunk in chunks)
     return replace(family_of(hf_config).describe(hf_config, vision=has_vision), mtp_depths=depths)
 
 

@@ -1,4 +1,4 @@
-"""Exchange of the features of images and videos, and of their gradients, between the ranks of a replica."""
+"""Exchange of the features of media, and of their gradients, between the ranks of a replica."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 
 from .. import runtime
 from ..layers.packed_seqs import to_device
-from ..mapping.param_mapping import Vision
 from .media_inputs import MediaInputs
 
 
@@ -29,13 +28,13 @@ class FeatureExchange:
 
     def __init__(
         self,
-        vision: Vision,
+        levels: int,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         stages: Sequence[Sequence[int]],
     ):
-        """stages: the numbers of the layers of each pipeline stage, from 1."""
-        self.dtype, self.square = config.params_dtype, vision.merge_size**2
+        """levels: of features. stages: the numbers of the layers of each pipeline stage, from 1."""
+        self.dtype = config.params_dtype
         self.tensor, self.context = groups.tp.size(), groups.cp.size()
         self.sequence_parallel = config.sequence_parallel and self.tensor > 1
         self.replica = _replica_group(groups)
@@ -44,14 +43,14 @@ class FeatureExchange:
         # Leaves' gradients are of a loss times the ranks of data and context parallelism, whose gradients are averaged;
         # those of the tower are averaged over all ranks.
         self.gradient_scale = dist.get_world_size() / groups.dp_cp.size()
-        deep = range(1, len(vision.deep_layers) + 1)
+        deep = range(1, levels)
         self.levels = [
             [level for level in (0, *deep) if (level == 0 and stage == 0) or level in layers]
             for stage, layers in enumerate(stages)
         ]
 
     def plan(self, batch: MediaInputs) -> Exchange:
-        counts = (batch.grids.prod(1) // self.square).numpy()
+        counts = batch.counts.numpy()
         encoders, uses = batch.encoders.numpy(), batch.uses.numpy()
         starts = np.empty_like(counts)  # index of each medium's first feature among those of its owner
         for owner in range(self.ranks):

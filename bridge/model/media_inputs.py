@@ -1,4 +1,4 @@
-"""Images and videos of a micro batch, as the vision encoder takes them."""
+"""Images, videos and audios of a micro batch, as the vision encoder takes them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,15 +17,19 @@ class StoredFeatures:
 
 @dataclass(frozen=True)
 class MediaInputs:
-    """Images and videos of a micro batch. Images are before videos. Tensors are on the CPU, or pixels on the device.
+    """Media of a micro batch: images, then videos, then audios. Tensors are on the CPU, or pixels on the device.
 
-    All ranks of a replica have the same values, except the pixels, which are of the media that this rank encodes.
+    All ranks of a replica have the same values, except pixels and spectrograms, which are of the media that this rank
+    encodes.
     """
 
-    grids: Tensor  # [media, 3] int64: time, height and width in patches
+    grids: Tensor  # [images and videos, 3] int64: time, height and width in patches
+    frames: Tensor  # [audios] int64: of each spectrogram
+    counts: Tensor  # [media] int64: features of each
     encoders: Tensor  # [media] int64: rank within the replica that encodes it
     image_pixels: Tensor  # [patches, channels * side * side] uint8
     video_pixels: Tensor  # [patches, channels * frames * side * side] uint8
+    spectrograms: Tensor  # [frames, mel bins] fp32, of audios behind each other
     uses: Tensor  # [uses] int64: medium of each use in a document; a medium may have several, with all its tokens
     context_ranks: Tensor  # [visual tokens] int64: the context-parallel rank that holds it
     positions: Tensor  # [visual tokens] int64: its index in that rank's rows * local length

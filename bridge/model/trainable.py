@@ -16,12 +16,13 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ..families import family_of
-from ..layers.vision_tower import MERGERS, TOWER_MODULES
+from ..layers.tower_part import TOWER_MODULES
+from ..layers.vision_tower import MERGERS
 from ..mapping.local_params import iter_views, shard_position
 from ..mapping.param_mapping import (
     EMBEDDING,
     OUTPUT,
-    TOWER,
+    TOWERS,
     Architecture,
     HfConfig,
     ParamKey,
@@ -92,9 +93,9 @@ def _example(weights: set[ParamKey]) -> str:
 
 def is_frozen(weight: ParamKey, options: VisionOptions) -> bool:
     """Return whether the flags of the vision tower freeze a weight."""
-    if not weight.name.startswith(TOWER):
+    if not weight.name.startswith(TOWERS):
         return options.freeze_llm
-    module = weight.name.removeprefix(TOWER).partition(".")[0]
+    module = weight.name.split(".")[1]
     return options.freeze_aligner if module in MERGERS else options.freeze_vit
 
 
@@ -102,8 +103,9 @@ def tower_modules(model: Model, options: VisionOptions) -> list[str]:
     """Return megatron-core's names of the vision tower's modules that are not frozen. The model has a tower."""
     assert model.vision is not None
     modules = [*(() if options.freeze_vit else TOWER_MODULES), *(() if options.freeze_aligner else MERGERS)]
-    parameters = [name for name, _ in model.vision.tower.named_parameters()]
-    return [TOWER + module for module in modules if any(name.startswith(f"{module}.") for name in parameters)]
+    names = [tower + module for tower in TOWERS for module in modules]
+    parameters = [name for name, _ in model.vision.part.named_parameters()]
+    return [module for module in names if any(name.startswith(f"{module}.") for name in parameters)]
 
 
 def freeze_output(model: Model) -> None:
@@ -167,7 +169,7 @@ def _map_names(entries: ParamTable, weights: Container[ParamKey], architecture: 
 
 
 def _layer_order(weight: ParamKey) -> tuple[int, int]:
-    if weight.name.startswith(TOWER):
+    if weight.name.startswith(TOWERS):
         return -1, -1
     if weight.layer is None:
         return (0 if weight == EMBEDDING else 2), 0

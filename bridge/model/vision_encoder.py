@@ -1,4 +1,4 @@
-"""Encoding of a step's images and videos.
+"""Encoding of a step's images, videos and audios.
 
 The ranks of a replica (one data-parallel index; tensor, context and pipeline parallelism) share the media of its micro
 batches: each is encoded once, by the rank that the data loader has chosen. The features are then exchanged, so that
@@ -13,10 +13,10 @@ after it.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,16 +25,20 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from .. import runtime
+from ..layers.audio_plan import plan_audios
 from ..layers.deepstack import MediaFeatures
 from ..layers.packed_seqs import to_device
 from ..layers.patch_plan import PatchPlan, plan_patches
-from ..layers.vision_tower import MERGERS, VisionPart, VisionTower
+from ..layers.tower_part import TowerPart
+from ..layers.vision_tower import MERGERS
+from ..mapping.param_mapping import Vision
 from .feature_exchange import Exchange, FeatureExchange
 from .media_inputs import MediaInputs
 
 # Patches that the tower takes at a time, with and without a backward pass, unless one medium has more. Without one, it
 # is also the limit of micro batches that are encoded together.
 CALL_PATCHES, FORWARD_CALL_PATCHES = 16384, 32768
+FRAME_PATCHES = 4  # frames of a spectrogram that count as a patch in these limits
 
 
 class Normalization(NamedTuple):
@@ -48,12 +52,29 @@ class Normalization(NamedTuple):
 Store = Callable[[list[tuple[str, int]], Tensor], None]
 
 
+class _LocalMedia(NamedTuple):
+    """Media that this rank encodes. Tensors of sizes are on the CPU."""
+
+    patches: Tensor  # [patches, channels * frames * side * side], normalized, on the device
+    grids: Tensor  # [images and videos, 3]
+    spectrograms: Tensor  # [frames, mel bins], on the device
+    frames: Tensor  # [audios]
+
+
 class _Call(NamedTuple):
-    """Media that the tower takes at a time."""
+    """Images and videos that the vision tower takes at a time."""
 
     patches: slice  # range in this rank's patches
     features: slice  # range in this rank's features
     plan: PatchPlan
+
+
+class _Pass(NamedTuple):
+    """Forward pass of a tower over media that it takes at a time."""
+
+    encode: Callable[[], list[Tensor]]  # returns what the mergers take
+    merge: Callable[[list[Tensor]], Tensor]  # returns features [levels, features, output_size]
+    features: slice  # range in this rank's features
 
 
 @dataclass
@@ -62,10 +83,9 @@ class _Encoded:
 
     exchange: Exchange
     leaves: dict[int, Tensor]
-    calls: list[_Call]
-    patches: Tensor  # normalized patches of this rank
-    features: list[Tensor]  # per call; with a graph if the tower keeps it
-    states: list[list[Tensor]]  # per call; of a frozen tower with trained mergers
+    passes: list[_Pass]
+    features: list[Tensor]  # per pass; with a graph if the tower keeps it
+    states: list[list[Tensor]]  # per pass; of a frozen tower with trained mergers
 
 
 class VisionEncoder:
@@ -81,19 +101,19 @@ class VisionEncoder:
 
     def __init__(
         self,
-        part: VisionPart,
+        part: TowerPart,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         stages: Sequence[Sequence[int]],
     ):
         """stages: the numbers of the layers of each pipeline stage, from 1."""
-        self.part, self.config = part, config
-        self.tower, self.settings = part.vision, part.vision.vision_settings
+        self.part, self.config, self.levels = part, config, part.levels
+        self.output_size: int = config.hidden_size
         self.normalization: Normalization | None = None
         self.store: Store | None = None  # takes the features that a frozen tower has computed
         self.is_pipelined = groups.pp.size() > 1
         self.recomputes = self.is_pipelined
-        self.exchange = FeatureExchange(self.settings, config, groups, stages)
+        self.exchange = FeatureExchange(self.levels, config, groups, stages)
         self._batches: list[MediaInputs | None] = []
         self._features: list[MediaFeatures | None] = []
         self._pending: list[_Encoded] = []  # whose backward passes are to come
@@ -104,21 +124,19 @@ class VisionEncoder:
     def trains_tower(self) -> bool:
         return any(
             parameter.requires_grad
-            for name, parameter in self.tower.named_parameters()
-            if name.partition(".")[0] not in MERGERS
+            for name, parameter in self.part.named_parameters()
+            if name.split(".")[1] not in MERGERS
         )
 
     @property
     def trains_mergers(self) -> bool:
         return any(
-            parameter.requires_grad
-            for name, parameter in self.tower.named_parameters()
-            if name.partition(".")[0] in MERGERS
+            parameter.requires_grad for name, parameter in self.part.named_parameters() if name.split(".")[1] in MERGERS
         )
 
     @property
     def trains(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.tower.parameters())
+        return any(parameter.requires_grad for parameter in self.part.parameters())
 
     def begin(self, batches: Sequence[MediaInputs | None], *, forward_only: bool) -> None:
         """Begin a step, or an evaluation, on these micro batches; None: without media."""
@@ -177,21 +195,21 @@ class VisionEncoder:
 
     def _encode_trained(self, batch: MediaInputs) -> MediaFeatures:
         """Encode a micro batch with a backward pass to come."""
-        patches, calls = self._normalize(batch), self._calls(self._local_grids(batch), CALL_PATCHES)
+        passes = self._passes(self._local_media(batch), CALL_PATCHES)
         keeps_graph = self.trains_tower and not self.recomputes
         features, states = [], []
-        for call in calls:
+        for tower_pass in passes:
             with torch.set_grad_enabled(keeps_graph):
-                call_states = self.tower.encode(patches[call.patches], call.plan)
-                features.append(self.tower.merge(call_states, call.plan))
+                pass_states = tower_pass.encode()
+                features.append(tower_pass.merge(pass_states))
             if not self.trains_tower:
-                states.append(call_states)
+                states.append(pass_states)
         exchange = self.exchange.plan(batch)
         media = self._exchanged(exchange, torch.cat([self._empty(), *(part.detach() for part in features)], dim=1))
         for leaf in media.levels.values():
             leaf.requires_grad_()
         kept_features = features if keeps_graph else []
-        self._pending.append(_Encoded(exchange, media.levels, calls, patches, kept_features, states))
+        self._pending.append(_Encoded(exchange, media.levels, passes, kept_features, states))
         return media
 
     def _exchanged(self, exchange: Exchange, features: Tensor) -> MediaFeatures:
@@ -211,32 +229,36 @@ class VisionEncoder:
 
     def _count_together(self, batches: Sequence[MediaInputs | None]) -> int:
         """Return how many of the first micro batches are encoded together, without a backward pass."""
-        patches = accumulate(0 if batch is None else int(batch.grids.prod(1).sum()) for batch in batches)
-        return max(sum(total <= FORWARD_CALL_PATCHES * self.exchange.ranks for total in patches), 1)
+        sizes = accumulate(
+            0 if batch is None else int(batch.grids.prod(1).sum() + batch.frames.sum() // FRAME_PATCHES)
+            for batch in batches
+        )
+        return max(sum(total <= FORWARD_CALL_PATCHES * self.exchange.ranks for total in sizes), 1)
 
     @torch.no_grad()
     def _compute_together(self, batches: Sequence[MediaInputs]) -> list[Tensor]:
-        """Return the features of micro batches that fit into a call or two of the tower."""
-        new_media = [self._new_media(batch) for batch in batches]
-        patches = torch.cat([self._normalize(batch) for batch, _ in new_media])
-        calls = self._calls(torch.cat([grids for _, grids in new_media]), FORWARD_CALL_PATCHES)
-        computed = [self.tower.merge(self.tower.encode(patches[call.patches], call.plan), call.plan) for call in calls]
-        counts = [int(self._feature_counts(grids).sum()) for _, grids in new_media]
-        parts = torch.cat([self._empty(), *computed], dim=1).split(counts, dim=1)
-        return [self._with_stored(batch, part) for batch, part in zip(batches, parts, strict=True)]
+        """Return the features of micro batches that fit into a call or two of each tower."""
+        new_media = [self._local_media(batch, self._is_new(batch)) for batch in batches]
+        media = _LocalMedia(*(_concatenate(parts) for parts in zip(*new_media, strict=True)))
+        passes = self._passes(media, FORWARD_CALL_PATCHES)
+        features = torch.cat([self._empty(), *(one.merge(one.encode()) for one in passes)], dim=1)
+        new_counts = [self._counts(batch) * self._is_new(batch) for batch in batches]
+        visual = [self._is_visual(batch) for batch in batches]
+        counts = [int(part[seen].sum()) for part, seen in zip(new_counts, visual, strict=True)]
+        counts += [int(part[~seen].sum()) for part, seen in zip(new_counts, visual, strict=True)]
+        parts = features.split(counts, dim=1)
+        return [
+            self._with_stored(batch, torch.cat([seen, heard], dim=1) if heard.numel() else seen)
+            for batch, seen, heard in zip(batches, parts[: len(batches)], parts[len(batches) :], strict=True)
+        ]
 
-    def _new_media(self, batch: MediaInputs) -> tuple[MediaInputs, Tensor]:
-        """Return a batch with the pixels of the media to compute alone, and their grids."""
-        grids = self._local_grids(batch)
+    def _is_new(self, batch: MediaInputs) -> Tensor:
+        """Return which of this rank's media have to be computed: [media] bool."""
         if batch.features is not None:
-            is_new = torch.zeros(len(grids), dtype=torch.bool)
-        elif batch.stored is None or self.store is None:
-            return batch, grids
-        else:
-            is_new = ~batch.stored.is_read
-        patches, images = is_new.repeat_interleave(grids.prod(1)), len(batch.image_pixels)
-        pixels = batch.image_pixels[patches[:images]], batch.video_pixels[patches[images:]]
-        return replace(batch, image_pixels=pixels[0], video_pixels=pixels[1]), grids[is_new]
+            return torch.zeros(len(self._counts(batch)), dtype=torch.bool)
+        if batch.stored is None or self.store is None:
+            return torch.ones(len(self._counts(batch)), dtype=torch.bool)
+        return ~batch.stored.is_read
 
     def _with_stored(self, batch: MediaInputs, computed: Tensor) -> Tensor:
         """Return the features of a batch, from those that are computed and those that are read. Stores the former."""
@@ -245,7 +267,7 @@ class VisionEncoder:
         if batch.stored is None or self.store is None:
             return computed
         stored, is_new = batch.stored, ~batch.stored.is_read
-        counts = self._feature_counts(self._local_grids(batch))
+        counts = self._counts(batch)
         media = zip(stored.keys, counts.tolist(), is_new.tolist(), strict=True)
         self.store([(key, count) for key, count, is_computed in media if is_computed], computed)
         if is_new.all():
@@ -256,70 +278,123 @@ class VisionEncoder:
         return torch.cat([read, computed], dim=1).index_select(1, to_device(order, runtime.device()))
 
     def fingerprint(self) -> str:
-        """Return a hash of all that decides the features of given patches, but for the kernels."""
-        checksum = xxh3_128(repr((self.settings, self.normalization, self.config.params_dtype)).encode())
-        for name, tensor in sorted(self.tower.state_dict().items()):
+        """Return a hash of all that decides the features of decoded media, but for the kernels."""
+        architecture = self.config.architecture  # type: ignore[attr-defined]
+        settings = architecture.vision, architecture.audio, self.normalization, self.config.params_dtype
+        checksum = xxh3_128(repr(settings).encode())
+        for name, tensor in sorted(self.part.state_dict().items()):
             checksum.update(repr((name, tensor.dtype, tensor.shape)).encode())
             checksum.update(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy())
         return checksum.hexdigest()
 
     def free_tower(self) -> None:
-        """Free the tower's weights. From now on every batch must have its features."""
-        self.part.vision = self.tower = cast(VisionTower, torch.nn.Module())
+        """Free the towers' weights. From now on every batch must have its features."""
+        self.part.vision = self.part.audio = None
 
-    def _local_grids(self, batch: MediaInputs) -> Tensor:
-        """Return the grids of the media that this rank encodes: [media, 3]."""
-        return batch.grids[batch.encoders == self.exchange.rank]
+    def _is_local(self, batch: MediaInputs) -> Tensor:
+        """Return which media this rank encodes: [media] bool."""
+        return batch.encoders == self.exchange.rank
 
-    def _feature_counts(self, grids: Tensor) -> Tensor:
-        """Return the number of features of each medium: [media] int64."""
-        return grids.prod(1) // self.settings.merge_size**2
+    def _counts(self, batch: MediaInputs) -> Tensor:
+        """Return the number of features of each medium that this rank encodes: [media] int64."""
+        return batch.counts[self._is_local(batch)]
+
+    def _is_visual(self, batch: MediaInputs) -> Tensor:
+        """Return which of this rank's media are images or videos: [media] bool."""
+        return (torch.arange(len(batch.encoders)) < len(batch.grids))[self._is_local(batch)]
+
+    def _local_media(self, batch: MediaInputs, is_used: Tensor | None = None) -> _LocalMedia:
+        """Return the media that this rank encodes, as the towers take them. is_used: [media] bool; None: all"""
+        is_local, visual = self._is_local(batch), len(batch.grids)
+        grids, frames = batch.grids[is_local[:visual]], batch.frames[is_local[visual:]]
+        pixels, spectrograms = (batch.image_pixels, batch.video_pixels), batch.spectrograms
+        if is_used is not None and not is_used.all():
+            is_seen, is_heard = is_used[: len(grids)], is_used[len(grids) :]
+            patches, images = is_seen.repeat_interleave(grids.prod(1)), len(batch.image_pixels)
+            pixels = batch.image_pixels[patches[:images]], batch.video_pixels[patches[images:]]
+            spectrograms = spectrograms[is_heard.repeat_interleave(frames)]
+            grids, frames = grids[is_seen], frames[is_heard]
+        spectrograms = to_device(spectrograms, runtime.device()).to(self.config.params_dtype)
+        return _LocalMedia(self._normalize(*pixels), grids, spectrograms, frames)
 
     def _backward(self, encoded: _Encoded) -> None:
-        features = encoded.calls[-1].features.stop if encoded.calls else 0
-        shape = 1 + len(self.settings.deep_layers), features, self.settings.output_size
+        features = encoded.passes[-1].features.stop if encoded.passes else 0
+        shape = self.levels, features, self.output_size
         gradients = self.exchange.send_back(encoded.exchange, encoded.leaves, shape)
-        for number, call in enumerate(encoded.calls):
+        for number, tower_pass in enumerate(encoded.passes):
             if encoded.features:
                 features, encoded.features[number] = encoded.features[number], self._empty()
             elif encoded.states:
-                features = self.tower.merge(encoded.states[number], call.plan)
+                features = tower_pass.merge(encoded.states[number])
             else:
-                features = self.tower.merge(self.tower.encode(encoded.patches[call.patches], call.plan), call.plan)
-            features.backward(gradients[:, call.features].to(features.dtype))
+                features = tower_pass.merge(tower_pass.encode())
+            if features.requires_grad:
+                features.backward(gradients[:, tower_pass.features].to(features.dtype))
 
     def _empty(self) -> Tensor:
-        shape = 1 + len(self.settings.deep_layers), 0, self.settings.output_size
+        shape = self.levels, 0, self.output_size
         return torch.empty(shape, dtype=self.config.params_dtype, device=runtime.device())
 
+    def _passes(self, media: _LocalMedia, limit: int) -> list[_Pass]:
+        """Divide media into passes of the towers."""
+        passes, tower = [], self.part.vision
+        calls = self._calls(media.grids, limit) if tower else []
+        for call in calls:
+            assert tower is not None
+            encode = partial(tower.encode, media.patches[call.patches], call.plan)
+            passes.append(_Pass(encode, partial(tower.merge, plan=call.plan), call.features))
+        return passes + self._audio_passes(media, limit * FRAME_PATCHES, calls[-1].features.stop if calls else 0)
+
+    def _audio_passes(self, media: _LocalMedia, limit: int, first_feature: int) -> list[_Pass]:
+        """Divide audios into passes of their tower. first_feature: number of features before them"""
+        passes: list[_Pass] = []
+        tower, frames = self.part.audio, media.frames.tolist()
+        first = start = 0
+        while first < len(frames):
+            assert tower is not None
+            count = max(sum(total <= limit for total in accumulate(frames[first:])), 1)
+            lengths = frames[first : first + count]
+            plan, stop = plan_audios(lengths, tower.audio_settings, runtime.device()), start + sum(lengths)
+            features = slice(first_feature, first_feature + plan.features)
+            encode = partial(tower.encode, media.spectrograms[start:stop], plan)
+            passes.append(_Pass(encode, partial(tower.merge, plan=plan), features))
+            first, start, first_feature = first + count, stop, features.stop
+        return passes
+
     def _calls(self, grids: Tensor, limit: int) -> list[_Call]:
-        """Divide media of these grids into calls of the tower."""
+        """Divide images and videos of these grids into calls of the vision tower."""
+        settings = self._vision
         ends = grids.prod(1).cumsum(0).tolist()
         calls: list[_Call] = []
-        square, first, start = self.settings.merge_size**2, 0, 0
+        square, first, start = settings.merge_size**2, 0, 0
         for after in range(1, len(ends) + 1):
             if after < len(ends) and ends[after] - start <= limit:
                 continue
             end = ends[after - 1]
-            plan = plan_patches(grids[first:after], self.settings, runtime.device())
+            plan = plan_patches(grids[first:after], settings, runtime.device())
             calls.append(_Call(slice(start, end), slice(start // square, end // square), plan))
             first, start = after, end
         return calls
 
-    def _normalize(self, batch: MediaInputs) -> Tensor:
+    @property
+    def _vision(self) -> Vision:
+        assert self.part.vision is not None
+        return self.part.vision.vision_settings
+
+    def _normalize(self, image_pixels: Tensor, video_pixels: Tensor) -> Tensor:
         """Return this rank's patches as the tower takes them: [patches, channels * frames * side * side]."""
-        settings, device = self.settings, runtime.device()
+        if not image_pixels.numel() and not video_pixels.numel():  # perhaps there is no vision tower
+            return torch.empty(0, 0, dtype=self.config.params_dtype, device=runtime.device())
+        settings, device = self._vision, runtime.device()
         area = settings.patch_size**2
         mean, std = self._pixel_statistics
         parts = []
-        for pixels, frames in ((batch.image_pixels, 1), (batch.video_pixels, settings.temporal_patch_size)):
+        for pixels, frames in ((image_pixels, 1), (video_pixels, settings.temporal_patch_size)):
             if pixels.numel():
                 planes = to_device(pixels, device).view(-1, settings.channels, frames, area).float()
                 planes = planes.sub_(mean).div_(std).to(self.config.params_dtype)
                 parts.append(planes.expand(-1, -1, settings.temporal_patch_size, -1).flatten(1))
-        width = settings.channels * settings.temporal_patch_size * area
-        empty = torch.empty(0, width, dtype=self.config.params_dtype, device=device)
-        return torch.cat([empty, *parts])
+        return torch.cat(parts)
 
     @cached_property
     def _pixel_statistics(self) -> tuple[Tensor, Tensor]:
@@ -333,6 +408,11 @@ class VisionEncoder:
             for values in self.normalization
         )
         return mean, std
+
+
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors behind each other. Those without rows may have another width."""
+    return torch.cat([part for part in parts if len(part)] or [*parts[:1]])
 
 
 class TowerPass(NamedTuple):

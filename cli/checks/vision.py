@@ -49,8 +49,8 @@ def check_vision(options: SftOptions, model: HfConfig | None, sources: Mapping[s
 
 
 def has_tower(model: HfConfig) -> bool:
-    """Return whether a family here has the vision tower of a model. model: config.json"""
-    return model.get("model_type") in FAMILIES and bool(model.get("vision_config"))
+    """Return whether a family here has the vision or audio tower of a model. model: config.json"""
+    return model.get("model_type") in FAMILIES and bool(model.get("vision_config") or model.get("audio_config"))
 
 
 def trains_tower(options: VisionOptions) -> bool:

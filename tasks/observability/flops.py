@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...bridge.mapping.param_mapping import Layer
+from .audio_flops import AudioFlops
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from ...bridge.mapping.param_mapping import Vision
     from ...bridge.model.model import Model
+    from ...templates.batching.media_batch import MediaBatch
 
 # Dense bf16 peaks of the data sheets in FLOP/s; the first pattern that matches the device's name applies.
 PEAK_BF16 = [
@@ -52,6 +54,7 @@ class Flops:
     output: int = 0  # part of the output layer in the matrix parameters
     trained: float = 1.0  # share of the parameters with gradients
     vision: "VisionFlops | None" = None
+    audio: AudioFlops | None = None
 
     @classmethod
     def of_model(cls, model: "Model", *, scores_tokens: bool = True) -> "Flops":
@@ -59,13 +62,22 @@ class Flops:
         counted."""
         vocabulary = model.architecture.vocab_size if scores_tokens else 0
         flops = cls.of(model.config, vocabulary, trained=model.trained_share)
-        if model.vision is None or model.architecture.vision is None:
+        if model.vision is None:
             return flops
-        tower = model.vision
-        vision = VisionFlops.of(
-            model.architecture.vision, trains_layers=tower.trains_tower, trains_mergers=tower.trains_mergers
+        vision, audio = model.architecture.vision, model.architecture.audio
+        trained = {"trains_layers": model.vision.trains_tower, "trains_mergers": model.vision.trains_mergers}
+        return replace(
+            flops, vision=vision and VisionFlops.of(vision, **trained), audio=audio and AudioFlops.of(audio, **trained)
         )
-        return replace(flops, vision=vision)
+
+    def of_media(self, media: "MediaBatch | None", *, trains: bool = True) -> list[int]:
+        """Return the FLOPs of the towers for each medium of a micro batch, with their backward pass if `trains`."""
+        if media is None:
+            return []
+        visual = self.vision and (self.vision.training if trains else self.vision.forward)
+        audio = self.audio and (self.audio.training if trains else self.audio.forward)
+        costs = [visual([grid]) for grid in media.grids.tolist() if visual]
+        return costs + [audio(frames) for frames in media.frames.tolist() if audio]
 
     @classmethod
     def of(cls, sizes: "TransformerConfig", vocab_size: int, *, trained: float = 1.0) -> "Flops":

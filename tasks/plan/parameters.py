@@ -16,7 +16,7 @@ from ...bridge.mapping.param_mapping import (
     EMBEDDING,
     EXPERTS,
     OUTPUT,
-    TOWER,
+    TOWERS,
     Architecture,
     HfConfig,
     MappingEntry,
@@ -78,7 +78,7 @@ def count_parameters(hf_config: HfConfig, transformers_config: Any) -> ModelPara
     from transformers.core_model_loading import revert_weight_conversion
 
     family = family_of(hf_config)
-    architecture = family.describe(hf_config, vision=family.vision is not None and "vision_config" in hf_config)
+    architecture = family.describe(hf_config, vision=family.has_tower(hf_config))
     with torch.device("meta"):
         empty = empty_model(transformers_config)
         tensors = empty.state_dict()
@@ -92,7 +92,7 @@ def count_parameters(hf_config: HfConfig, transformers_config: Any) -> ModelPara
         count = _count(key, entry, shapes, architecture)
         if EXPERTS in key.name:
             part.expert += count
-        elif entry.kind.dim is None or key.name.startswith(TOWER):
+        elif entry.kind.dim is None or key.name.startswith(TOWERS):
             part.replicated += count
         else:
             part.split += count
@@ -100,7 +100,7 @@ def count_parameters(hf_config: HfConfig, transformers_config: Any) -> ModelPara
 
 
 def _part(model: ModelParameters, key: ParamKey) -> Parameters:
-    if key.name.startswith(TOWER):
+    if key.name.startswith(TOWERS):
         return model.tower
     if key.layer is not None:
         return model.layers[key.layer]

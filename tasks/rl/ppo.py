@@ -17,7 +17,7 @@ from ..observability.flops import Flops
 from ..options import PpoOptions
 from ..reference.reference_model import RolloutReference
 from ..run.context import Run
-from ..train.objective import Objective, StepRunner, forward_flops, grids_of
+from ..train.objective import Objective, StepRunner, forward_flops
 from ..train.restore import last_step
 from ..train.router_replay import check_replay
 from ..train.setup import train
@@ -94,8 +94,7 @@ def _add_critic(
 
     value_passes: forward passes beside those of training
     """
-    flops = (TRAINING_PASSES + value_passes) * forward_flops(replace(critic, vision=None), groups, batches)
-    if critic.vision:
-        grids = grids_of(batches)
-        flops += critic.vision.training(grids) + value_passes * critic.vision.forward(grids)
+    flops = (TRAINING_PASSES + value_passes) * forward_flops(replace(critic, vision=None, audio=None), groups, batches)
+    for media in (batch.media for batch in batches):
+        flops += sum(critic.of_media(media)) + value_passes * sum(critic.of_media(media, trains=False))
     return extra_flops(batches) + flops

@@ -1,4 +1,4 @@
-"""Images and videos of micro batches as the vision encoder takes them, and features that several models share."""
+"""Media of micro batches as the vision encoder takes them, and features that several models share."""
 
 from ...bridge.model.media_inputs import MediaInputs, StoredFeatures
 from ...bridge.model.model import Model
@@ -41,9 +41,12 @@ def media_inputs(batch: Batch) -> MediaInputs | None:
     media, (rows, local_length) = batch.media, batch.tokens.shape
     return MediaInputs(
         media.grids,
+        media.frames,
+        media.counts,
         media.encoders,
         media.image_pixels,
         media.video_pixels,
+        media.spectrograms,
         media.uses,
         media.context_ranks,
         media.positions,

@@ -27,8 +27,7 @@ def media_windows(model: Model, batches: list[Batch]) -> list[slice]:
     if encoder is None or not encoder.is_pipelined or len(batches) <= stages:
         return [slice(0, len(batches))]
     tokens = sum(len(batch.media.positions) for batch in batches if batch.media)
-    levels = 1 + len(encoder.settings.deep_layers)
-    size = tokens * levels * encoder.settings.output_size * model.config.params_dtype.itemsize
+    size = tokens * encoder.levels * encoder.output_size * model.config.params_dtype.itemsize
     size *= 2 if encoder.trains else 1
     count = torch.tensor(max(-(-size // FEATURE_BYTES), 1), device=runtime.device())
     dist.all_reduce(count, dist.ReduceOp.MAX)

@@ -12,8 +12,9 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch import Tensor
 
 from ...bridge import runtime
+from ...bridge.mapping.param_mapping import Architecture
 from ...templates.batching.collator import Batch
-from ..observability.flops import Flops, VisionFlops
+from ..observability.flops import Flops
 from ..run.context import encoder_rank
 from .objective import Objective, scored_tokens
 from .step import AsyncScalars, TrainState, sum_over_ranks
@@ -46,17 +47,23 @@ class VisionSums:
     mean_flops: float = 0.0
     cached: float = 0.0  # media whose features are read from the cache
     cached_flops: float = 0.0
+    audios: float = 0.0
+    audio_tokens: float = 0.0
 
-    def add(self, batches: list[Batch], flops: VisionFlops, groups: ProcessGroupCollection) -> float:
+    def add(self, batches: list[Batch], flops: Flops, groups: ProcessGroupCollection) -> float:
         """Add micro batches, and return the FLOPs of the replica for them."""
         total, ranks = 0.0, groups.tp.size() * groups.cp.size() * groups.pp.size()
         for media in (batch.media for batch in batches if batch.media):
-            costs = np.array([flops.training([grid]) for grid in media.grids.tolist()], np.float64)
+            costs = np.array(flops.of_media(media), np.float64)
             encoders = media.encoders.numpy()
             loads = np.bincount(encoders, costs, minlength=ranks)
             total += costs.sum()
-            self.media += len(costs)
-            self.visual_tokens += len(media.positions)
+            is_audio = media.uses >= len(media.grids)
+            audio_tokens = int(media.counts[media.uses[is_audio]].sum())
+            self.media += len(media.grids)
+            self.audios += len(media.frames)
+            self.visual_tokens += len(media.positions) - audio_tokens
+            self.audio_tokens += audio_tokens
             self.slowest_flops += loads.max()
             self.mean_flops += loads.mean()
             if media.cached:
@@ -65,9 +72,13 @@ class VisionSums:
                 self.cached_flops += costs[encoders == encoder_rank(groups)][is_read].sum()
         return total
 
-    def means(self, steps: int) -> dict[str, float]:
+    def means(self, steps: int, architecture: Architecture) -> dict[str, float]:
         """Return the values to log, from sums over all ranks."""
-        means = {"images": self.media / steps, "visual_tokens": self.visual_tokens / steps}
+        means: dict[str, float] = {}
+        if architecture.vision:
+            means |= {"images": self.media / steps, "visual_tokens": self.visual_tokens / steps}
+        if architecture.audio:
+            means |= {"audios": self.audios / steps, "audio_tokens": self.audio_tokens / steps}
         if self.slowest_flops > self.mean_flops:
             means["vision_imbalance"] = self.slowest_flops / self.mean_flops
         return means | ({"cached_images": self.cached / steps} if self.cached else {})
@@ -96,8 +107,8 @@ class MetricsAccumulator:
         reused = [length for batch in batches for length in batch.reused_lengths]
         self.flops += flops.training(lengths, scored_tokens(batches, self.groups), reused)
         self.flops += self.objective.extra_flops(batches)
-        if flops.vision:
-            self.flops += self.vision.add(batches, flops.vision, self.groups)
+        if flops.vision or flops.audio:
+            self.flops += self.vision.add(batches, flops, self.groups)
         for sums, values in ((self.metrics, metrics), (self.balancing, balancing)):
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -122,10 +133,11 @@ class MetricsAccumulator:
 
     def reduce(self, training: TrainState) -> Reduced:
         """Start the sum over all ranks, and reset. Every rank calls this. The returned function waits for the sum."""
-        *numbers, cached, cached_flops = self.tokens, self.flops, *astuple(self.vision)
+        *numbers, cached, cached_flops, audios, audio_tokens = self.tokens, self.flops, *astuple(self.vision)
+        numbers, of_every_rank = (*numbers, audios, audio_tokens), (cached, cached_flops)
         steps, sums = (
             self.steps,
-            sum_over_ranks(self.groups, self.metrics, self.names, *numbers, of_every_rank=(cached, cached_flops)),
+            sum_over_ranks(self.groups, self.metrics, self.names, *numbers, of_every_rank=of_every_rank),
         )
         has_vision = training.model.vision is not None
         balance = self._balancing_means(training)
@@ -134,12 +146,13 @@ class MetricsAccumulator:
         def wait() -> tuple[dict[str, float], float, float]:
             values = sums.wait()
             metrics, (tokens, flops, *visual) = values[: len(self.names)], values[len(self.names) :]
+            visual = [*visual[:4], *visual[6:], *visual[4:6]]  # in the order of the fields
             means, vision = (
                 self.objective.means(dict(zip(self.names, metrics, strict=True)), steps),
                 VisionSums(*visual),
             )
             if has_vision:
-                means |= vision.means(steps)
+                means |= vision.means(steps, training.model.architecture)
             if balance is not None:
                 means |= zip(self.balancing_names, balance.wait(), strict=True)
             return means, tokens, flops - vision.cached_flops

@@ -154,14 +154,9 @@ def detach_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
 def forward_flops(flops: Flops, groups: ProcessGroupCollection, batches: Sequence[Batch]) -> float:
     """Return the FLOPs of a forward pass over these micro batches on this rank's context-parallel group."""
     lengths = [length for batch in batches for length in batch.lengths]
-    tower = flops.vision.forward(grids_of(batches)) if flops.vision else 0
+    tower = sum(sum(flops.of_media(batch.media, trains=False)) for batch in batches)
     reused = [length for batch in batches for length in batch.reused_lengths]
     return flops.forward(lengths, scored_tokens(batches, groups), reused) + tower
-
-
-def grids_of(batches: Sequence[Batch]) -> list[list[int]]:
-    """Return the grids of the media of micro batches: time, height and width in patches."""
-    return [grid for batch in batches if batch.media for grid in batch.media.grids.tolist()]
 
 
 def scored_tokens(batches: Sequence[Batch], groups: ProcessGroupCollection) -> int:

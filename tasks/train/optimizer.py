@@ -24,8 +24,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from ...bridge import runtime
-from ...bridge.layers.vision_tower import MERGERS, TOWER_MODULES
-from ...bridge.mapping.param_mapping import TOWER
+from ...bridge.layers.tower_part import TOWER_MODULES
+from ...bridge.layers.vision_tower import MERGERS
+from ...bridge.mapping.param_mapping import TOWERS
 from ...bridge.model.model import Model
 from ...bridge.options import ParallelOptions, VisionOptions
 from ...bridge.parallel import ProcessGroups
@@ -204,7 +205,7 @@ def _tower_rates(options: VisionOptions, schedule: ScheduleOptions) -> dict[Any,
     for rate, modules in ((options.vit_lr, TOWER_MODULES), (options.aligner_lr, MERGERS)):
         if rate is not None:
             min_rate = rate * min(schedule.min_lr / schedule.lr, 1.0) if schedule.lr else 0.0
-            names = tuple(f"*{TOWER}{module}.*" for module in modules)
+            names = tuple(f"*{tower}{module}.*" for tower in TOWERS for module in modules)
             rates[ParamKey(name=names)] = {"max_lr": rate, "min_lr": min_rate}  # pyright: ignore[reportArgumentType]
     return rates
 

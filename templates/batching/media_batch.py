@@ -1,4 +1,4 @@
-"""Images and videos of one micro batch, as the model needs them."""
+"""Images, videos and audios of one micro batch, as the model needs them."""
 
 from dataclasses import dataclass
 
@@ -18,20 +18,23 @@ class CachedFeatures(TensorDataclass):
 
 @dataclass
 class MediaBatch(TensorDataclass):
-    """Images and videos of a micro batch, each encoded once, by one rank of the replica.
+    """Images, videos and audios of a micro batch, each encoded once, by one rank of the replica.
 
     A replica is the ranks with the same data-parallel index (tensor, context and pipeline parallelism). All of its
-    ranks hold the same values, except `image_pixels` and `video_pixels`, which are of the media that this rank encodes.
-    Media are in the order of their first tokens in the micro batch, but all images before all videos. A medium of
-    several documents of a sample is one medium with several uses.
+    ranks hold the same values, except pixels and spectrograms, which are of the media that this rank encodes.
+    Media are in the order of their first tokens in the micro batch, but all images before all videos, and these before
+    all audios. A medium of several documents of a sample is one medium with several uses.
     """
 
-    grids: Tensor  # [media, 3] int64: time, height and width in patches; of all media
+    grids: Tensor  # [images and videos, 3] int64: time, height and width in patches
+    frames: Tensor  # [audios] int64: frames of each spectrogram
+    counts: Tensor  # [media] int64: tokens of each
     encoders: Tensor  # [media] int64: rank within the replica that encodes it
     image_pixels: Tensor  # [patches, channels * patch * patch] uint8
     video_pixels: Tensor  # [patches, channels * temporal patch * patch * patch] uint8
-    uses: Tensor  # [uses] int64: medium of each use, which has all of its visual tokens
-    # Of each visual token of all uses, in order: the context-parallel rank that holds it, and its index in that rank's
+    spectrograms: Tensor  # [frames, mel bins] fp32: log-mel spectrograms behind each other
+    uses: Tensor  # [uses] int64: medium of each use, which has all of its tokens
+    # Of each token of all uses, in order: the context-parallel rank that holds it, and its index in that rank's
     # rows * local_length tokens.
     context_ranks: Tensor  # [visual tokens] int64
     positions: Tensor  # [visual tokens] int64

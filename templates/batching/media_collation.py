@@ -1,4 +1,4 @@
-"""Division of a micro batch's images and videos among the ranks of a replica, and decoding of this rank's."""
+"""Division of a micro batch's images, videos and audios among the ranks of a replica, and decoding of this rank's."""
 
 import logging
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from ..media.processor import VisionProcessor
 from .media_batch import CachedFeatures, MediaBatch
 
 logger = logging.getLogger(__name__)
+
+KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")  # in the order of MediaBatch
 
 
 def assign_encoders(costs: Sequence[int], ranks: int) -> np.ndarray:
@@ -32,14 +34,14 @@ def assign_encoders(costs: Sequence[int], ranks: int) -> np.ndarray:
 
 
 class MicroBatchMedia:
-    """Media of a micro batch in the order of MediaBatch, with the patches of those that this rank encodes.
+    """Media of a micro batch in the order of MediaBatch, with the values of those that this rank encodes.
 
     documents: media of each document, in order
     samples: sample of each document, within which media with the same number are one
     A document without loss leaves its whole sample without.
     Every rank checks the headers of all media, so that all agree on the documents without loss: those with a file that
-    is missing, truncated or changed. A medium that still cannot be decoded is grey. Only the rank that decodes it
-    knows, so its document has no loss if that rank encodes alone, and keeps its loss if not.
+    is missing, truncated or changed. A medium that still cannot be decoded is grey or silent. Only the rank that
+    decodes it knows, so its document has no loss if that rank encodes alone, and keeps its loss if not.
     Raises ValueError for any of these with `strict`.
     """
 
@@ -54,7 +56,7 @@ class MicroBatchMedia:
     ):
         self.vision, self.rank, self.ranks, self.strict = vision, rank, ranks, strict
         pairs = [(number, medium) for number, media in enumerate(documents) for medium in media]
-        self._uses = sorted(pairs, key=lambda pair: pair[1].plan.kind == "video")  # stable
+        self._uses = sorted(pairs, key=lambda pair: KINDS.index(pair[1].plan.kind))  # stable
         keys = [(samples[document], medium.number) for document, medium in self._uses]
         first_uses: dict[tuple[int, int], PlacedMedium] = {}
         for key, (_, medium) in zip(keys, self._uses, strict=True):
@@ -62,10 +64,10 @@ class MicroBatchMedia:
         self.media = [(sample, medium) for (sample, _), medium in first_uses.items()]
         indices = {key: index for index, key in enumerate(first_uses)}
         self._media_of_uses = [indices[key] for key in keys]
-        self.encoders = assign_encoders([vision.cost(medium.plan.grid) for _, medium in self.media], ranks)
+        self.encoders = assign_encoders([vision.encoding_cost(medium.plan) for _, medium in self.media], ranks)
         self.broken_samples: set[int] = set()
         self.broken_media = 0
-        self._patches: dict[MediaKind, list[np.ndarray]] = {"image": [], "video": []}
+        self._values: dict[MediaKind, list[np.ndarray]] = {kind: [] for kind in KINDS}
         self._keys: list[str] = []
         self._features: list[np.ndarray | None] = []  # one per medium that this rank encodes; None: not in the cache
         for (sample, medium), encoder in zip(self.media, self.encoders.tolist(), strict=True):
@@ -74,7 +76,7 @@ class MicroBatchMedia:
     def _read(self, sample: int, placed: PlacedMedium, *, is_encoded: bool) -> None:
         plan, medium = placed.plan, placed.medium
         assert medium is not None
-        patches, reason = None, ""
+        values, reason = None, ""
         try:
             if self.vision.plan(medium).grid != plan.grid:
                 reason = "has another size than when the data was prepared"
@@ -86,7 +88,7 @@ class MicroBatchMedia:
             return
         if not reason:
             try:
-                patches = self.vision.patches(medium, plan.grid)
+                values = self.vision.decode(medium, plan)
             except UnusableRow as error:
                 reason = str(error)
                 if self.ranks == 1:
@@ -98,13 +100,13 @@ class MicroBatchMedia:
                 raise ValueError(f"{message} (--strict true)")
             logger.warning("%s. Its document has no loss", message)
             self.broken_media += 1
-        self._patches[plan.kind].append(self.vision.grey_patches(plan.kind, plan.grid) if patches is None else patches)
+        self._values[plan.kind].append(self.vision.empty_values(plan) if values is None else values)
         if files := self.vision.feature_files:
-            self._keys.append("" if patches is None else files.key(plan.grid, patches))
+            self._keys.append("" if values is None else files.key(plan.grid, values))
             self._features.append(files.read(self._keys[-1]) if self._keys[-1] else None)
 
     def tokens(self, rows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return row and position of each visual token, from row and start of each document: int64 [visual tokens]."""
+        """Return row and position of each token of media, from row and start of each document: int64 [tokens]."""
         places = [
             starts[document] + medium.place + self.vision.visual_offsets(medium.plan) for document, medium in self._uses
         ]
@@ -112,11 +114,16 @@ class MicroBatchMedia:
         return np.repeat([rows[document] for document, _ in self._uses], counts), np.concatenate(places)
 
     def batch(self, context_ranks: np.ndarray, positions: np.ndarray) -> MediaBatch:
+        plans = [medium.plan for _, medium in self.media]
+        grids = [plan.grid for plan in plans if plan.kind != "audio"]
         return MediaBatch(
-            grids=torch.tensor([medium.plan.grid for _, medium in self.media], dtype=torch.int64),
+            grids=torch.tensor(grids, dtype=torch.int64).view(-1, 3),
+            frames=torch.tensor([plan.grid[0] for plan in plans if plan.kind == "audio"], dtype=torch.int64),
+            counts=torch.tensor([plan.tokens for plan in plans], dtype=torch.int64),
             encoders=torch.from_numpy(self.encoders),
-            image_pixels=self._pixels("image"),
-            video_pixels=self._pixels("video"),
+            image_pixels=self._concatenated("image"),
+            video_pixels=self._concatenated("video"),
+            spectrograms=self._concatenated("audio"),
             uses=torch.tensor(self._media_of_uses, dtype=torch.int64),
             context_ranks=torch.from_numpy(context_ranks),
             positions=torch.from_numpy(positions),
@@ -134,6 +141,8 @@ class MicroBatchMedia:
             torch.from_numpy(np.concatenate(features, axis=1) if features else np.empty((0, 0, 0), np.uint8)),
         )
 
-    def _pixels(self, kind: MediaKind) -> torch.Tensor:
-        empty = np.empty((0, self.vision.patch_values(kind)), np.uint8)
-        return torch.from_numpy(np.concatenate([empty, *self._patches[kind]]))
+    def _concatenated(self, kind: MediaKind) -> torch.Tensor:
+        """Return the values of this rank's media of a kind: patches, or frames of spectrograms."""
+        dtype = np.float32 if kind == "audio" else np.uint8
+        empty = np.empty((0, self.vision.width(kind)), dtype)
+        return torch.from_numpy(np.concatenate([empty, *self._values[kind]]))

@@ -1,4 +1,4 @@
-"""Images and videos at their places in documents."""
+"""Images, videos and audios at their places in documents."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -14,7 +14,7 @@ Document = tuple[np.ndarray, np.ndarray]  # token ids [length], loss weights [le
 
 
 class PlacedMedium(NamedTuple):
-    """Image or video of a document."""
+    """Image, video or audio of a document."""
 
     place: int  # index of its placeholder in the document; of its first token, once the document is expanded
     number: int  # among the media of its row; of several documents it is the same medium

@@ -14,7 +14,8 @@ from .store import TokenStore
 
 OPEN, CLOSE = "⟦", "⟧"  # around trained tokens
 SHOWN = 4000  # most characters of a document in the report
-MEDIA_REASONS = ("an image", "a video", "a URL of its media", "the host of a URL")  # the cache keeps these refusals
+# The cache keeps these refusals.
+MEDIA_REASONS = ("an image", "a video", "an audio", "a URL of its media", "the host of a URL")
 NAMES: dict[Stage, tuple[str, ...]] = {  # names of a sample's documents; the last one repeats
     "preference": ("chosen", "rejected"),
     "kto": ("answer", "answer to another prompt"),
@@ -32,7 +33,7 @@ def describe_source(name: str, rows: int, documents: int, dropped: DroppedRows) 
     if not dropped.counts:
         return line
     is_media = any(reason.startswith(MEDIA_REASONS) for reason in dropped.counts)
-    note = "\n  After a repair of images or videos, set --load_from_cache_file false." if is_media else ""
+    note = "\n  After a repair of media, set --load_from_cache_file false." if is_media else ""
     return f"{line}; rows dropped:\n{dropped}{note}"
 
 

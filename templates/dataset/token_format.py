@@ -33,7 +33,7 @@ MEDIA_FIELDS = [
     pa.field("media_kinds", pa.list_(pa.uint8())),  # index in MEDIA_KINDS
     pa.field("media_places", pa.list_(pa.int32())),  # of the placeholder in input_ids
     pa.field("media_numbers", pa.list_(pa.int32())),  # among the media of the row
-    pa.field("media_tokens", pa.list_(pa.int32())),  # visual tokens
+    pa.field("media_tokens", pa.list_(pa.int32())),  # those with features
     pa.field("media_time_steps", pa.list_(pa.int32())),
     pa.field("media_grids", pa.list_(pa.int32())),  # three numbers of each medium
     pa.field("expansion_lengths", pa.list_(pa.int32())),  # 0: as many placeholders as visual tokens
@@ -41,7 +41,7 @@ MEDIA_FIELDS = [
 ]
 MEDIA_SCHEMA = pa.schema([*SCHEMA, *MEDIA_FIELDS])
 MEDIA_COLUMNS = [field.name for field in MEDIA_FIELDS]
-MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video")
+MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 NUMPY_TYPES = {
     pa.uint8(): np.uint8, pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32, pa.float64(): np.float64
 }  # fmt: skip

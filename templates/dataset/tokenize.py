@@ -178,7 +178,7 @@ class Encoder:
 
     @property
     def placeholders(self) -> list[int]:
-        """Tokens that stand for images and videos."""
+        """Tokens that stand for media."""
         return self.vision.placeholder_ids if self.vision else []
 
     def media_of(self, row: JsonObject) -> list[Medium]:
@@ -198,11 +198,14 @@ class Encoder:
         with row_errors():
             columns = self.renderer.columns(row) if self.stage in PROMPTED else self._channel(row)
             samples = self.renderer(row)
+            media = [medium for texts, _ in samples for text in texts for medium in text.media]
+            if self.stage in PROMPTED and any(medium.kind == "audio" for medium in media):
+                raise UnusableRow("it has audios, of which this version generates no answers: use megatron sft")
             for text in (text.text for texts, _ in samples for text in texts):
                 if not text.isascii():  # ASCII is always valid; the check avoids a copy
                     text.encode()
             row_media: Sequence[Medium] = ()
-            if self.stage not in UNGROUPED and any(text.media for texts, _ in samples for text in texts):
+            if self.stage not in UNGROUPED and media:
                 row_media = media_of(row, self.stage)
         return [_RenderedSample(number, location, *sample, columns, row_media=row_media) for sample in samples]
 
@@ -403,9 +406,9 @@ def place_media(ids: np.ndarray, media: Sequence[Medium], vision: VisionProcesso
     """Return the media of a document at their placeholders in its ids. Raises UnusableRow."""
     places = np.flatnonzero(np.isin(ids, vision.placeholder_ids)).tolist()
     if ids[places].tolist() != [vision.placeholder_id(medium.kind) for medium in media]:
-        literals = [part.repeated for part in (vision.family.image, vision.family.video) if part]
+        literals = [part.repeated for kind in vision.placeholders if (part := vision.family.placeholder(kind))]
         raise UnusableRow(
-            "its text has other placeholders than its images and videos: the chat template omits one of these, or "
+            "its text has other placeholders than its media: the chat template omits one of these, or "
             f"a message contains the literal {' or '.join(literals)}"
         )
     return tuple(

@@ -1,9 +1,10 @@
-"""Rows with images and videos: their conversation or text, with the media in order.
+"""Rows with images, videos and audios: their conversation or text, with the media in order.
 
-- columns `images` and `videos` (also singular), with the tags `<image>` and `<video>` in any message; media without a
-  tag come before the first message of the user
-- blocks of OpenAI (`image_url`, `video_url`), Anthropic (`image` with a `source`) and transformers (`image`, `video`)
-- `<img>path</img>`, `<video>path</video>`
+- columns `images`, `videos` and `audios` (also singular), with the tags `<image>`, `<video>` and `<audio>` in any
+  message; media without a tag come before the first message of the user
+- blocks of OpenAI (`image_url`, `video_url`, `input_audio`, `audio_url`), Anthropic (`image` with a `source`) and
+  transformers (`image`, `video`, `audio`)
+- `<img>path</img>`, `<video>path</video>`, `<audio>path</audio>`
 
 paired_media_rows.py converts rows of several documents.
 """
@@ -31,14 +32,15 @@ from .schemas import (
     to_text,
 )
 
-COLUMNS: dict[MediaKind, tuple[str, ...]] = {"image": ("images", "image"), "video": ("videos", "video")}
+COLUMNS: dict[MediaKind, tuple[str, ...]] = {kind: (f"{kind}s", kind) for kind in SENTINELS}
 BLOCKS: dict[str, MediaKind] = {
-    "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"
+    "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video",
+    "audio": "audio", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
 # A block becomes a tag with the number of its source, until all texts of the row are known.
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
 TAG = re.compile(
-    rf"<img>(?P<image>.+?)</img>|<video>(?P<video>[^<]+)</video>|<(?P<tag>image|video|audio)>|"
+    rf"<img>(?P<image>.+?)</img>|<video>(?P<video>[^<]+)</video>|<audio>(?P<audio>[^<]+)</audio>|<(?P<tag>image|video|audio)>|"
     rf"{OPEN}(?P<block>\d+){CLOSE}",
     re.DOTALL,
 )
@@ -96,22 +98,19 @@ class _Texts:
     def place(self, text: str) -> str:
         """Return a text with a sentinel for each medium."""
         if has_sentinels(text):
-            raise UnusableRow("a text has a character that Unicode reserves (U+FDD0 or U+FDD1): remove it")
+            raise UnusableRow("a text has a character that Unicode reserves (U+FDD0, U+FDD1 or U+FDD4): remove it")
         places: list[tuple[MediaKind, Json]] = []
         self.places.append(places)
 
         def replace(match: re.Match[str]) -> str:
-            if match["tag"] == "audio":
-                raise UnusableRow("it has an <audio> tag, and this version trains on images and videos only")
             if match["block"]:
                 if int(match["block"]) >= len(self.blocks):
                     raise UnusableRow("a text has a character that Unicode reserves (U+FDD2): remove it")
-                kind, source = self.blocks[int(match["block"])]
+                places.append(self.blocks[int(match["block"])])
             else:
-                kind: MediaKind = "video" if match["video"] or match["tag"] == "video" else "image"
-                source = match["image"] or match["video"]
-            places.append((kind, source))
-            return SENTINELS[kind]
+                kind: MediaKind = next(kind for kind in SENTINELS if match[kind] or match["tag"] == kind)
+                places.append((kind, match[kind]))
+            return SENTINELS[places[-1][0]]
 
         return TAG.sub(replace, text)
 
@@ -147,11 +146,7 @@ def split_media(row: JsonObject, sides: Sequence[str] = ()) -> MediaRow:
     media_columns = {*chain.from_iterable(COLUMNS.values()), *(f"{side}_{kind}s" for side in sides for kind in COLUMNS)}
     for column in MEDIA:
         if row.pop(column, None) and column not in media_columns:
-            raise UnusableRow(
-                f"it has {column}, and this version trains on images and videos only"
-                if "audio" in column
-                else f"it has {column}, which this task does not read"
-            )
+            raise UnusableRow(f"it has {column}, which this task does not read")
     blocks: list[tuple[MediaKind, Json]] = []
     for name in (*JSON_MESSAGES, *ANSWERS):
         if name in row:
@@ -182,8 +177,8 @@ def has_media(row: JsonObject) -> bool:
 
 def open_tags(text: str) -> list[MediaKind]:
     """Return the kinds of the tags in a text that name no file."""
-    tags = (match["tag"] for match in TAG.finditer(text))
-    return [kind for kind in tags if kind == "image" or kind == "video"]
+    tags = [match["tag"] for match in TAG.finditer(text)]
+    return [kind for tag in tags for kind in SENTINELS if kind == tag]
 
 
 def to_media_conversation(
@@ -236,7 +231,7 @@ def _with_tags(message: Json, blocks: list[tuple[MediaKind, Json]]) -> Json:
             is_text = isinstance(block, dict) and block.get("type") == "text"
             if not is_text:
                 name = block.get("type") if isinstance(block, dict) else type(block).__name__
-                raise UnusableRow(f"a message has {str(name)[:40]} content; text, images and videos are expected")
+                raise UnusableRow(f"a message has {str(name)[:40]} content; text and media are expected")
             parts.append(require_string(block.get("text"), "text"))
             continue
         blocks.append((kind, _source_of_block(block)))
@@ -245,16 +240,19 @@ def _with_tags(message: Json, blocks: list[tuple[MediaKind, Json]]) -> Json:
 
 
 def _source_of_block(block: JsonObject) -> Json:
-    """Return the source of an image or video block; None if it stands for the next medium of the columns."""
-    values = (block.get(key) for key in (block["type"], "image_url", "image", "video", "source", "url", "path"))
+    """Return the source of a media block; None if it stands for the next medium of the columns."""
+    keys = block["type"], "image_url", "audio_url", *SENTINELS, "source", "url", "path"
+    values = (block.get(key) for key in keys)
     value = next((value for value in values if value is not None), None)
     if not isinstance(value, dict) or value.get("bytes") is not None or value.get("path") is not None:
         return value
-    if isinstance(data := value.get("data"), str):  # Anthropic's
+    if isinstance(data := value.get("data"), str):  # Anthropic's, and OpenAI's of audios
+        if data[:5].lower() in ("data:", "http:", "https"):
+            return data
         return f"data:{value.get('media_type', '')};base64,{data}"
     if isinstance(url := value.get("url"), str):
         return url
-    raise UnusableRow(f"a message has a block of the type {block['type']} without an image or video")
+    raise UnusableRow(f"a message has a block of the type {block['type']} without an image, video or audio")
 
 
 def _objects(value: Json) -> JsonObject | None:

@@ -1,4 +1,4 @@
-"""Images and videos of a row, and the characters that stand for them in its texts."""
+"""Images, videos and audios of a row, and the characters that stand for them in its texts."""
 
 import base64
 import os
@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from ..json_types import Json, JsonObject
 
-MediaKind = Literal["image", "video"]
+MediaKind = Literal["image", "video", "audio"]
 
 # Unicode reserves these characters for use within a program: no text may have them.
-IMAGE, VIDEO = "\ufdd0", "\ufdd1"
-SENTINELS: dict[MediaKind, str] = {"image": IMAGE, "video": VIDEO}
+IMAGE, VIDEO, AUDIO = "\ufdd0", "\ufdd1", "\ufdd4"
+SENTINELS: dict[MediaKind, str] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
 KINDS: dict[str, MediaKind] = {sentinel: kind for kind, sentinel in SENTINELS.items()}
 TAGS = str.maketrans({sentinel: f"<{kind}>" for kind, sentinel in SENTINELS.items()})
 LONGEST_NAME = 300  # characters; a longer source is data
@@ -20,7 +20,7 @@ LONGEST_NAME = 300  # characters; a longer source is data
 
 @dataclass(frozen=True)
 class Medium:
-    """Image or video of a row."""
+    """Image, video or audio of a row."""
 
     kind: MediaKind
     source: Json  # path, URL, data URI, base64, {"bytes", "path"}, PIL image; of a video also a list of images
@@ -28,7 +28,7 @@ class Medium:
 
 
 def has_sentinels(text: str) -> bool:
-    return IMAGE in text or VIDEO in text
+    return any(sentinel in text for sentinel in KINDS)
 
 
 def count_sentinels(text: str) -> int:
@@ -49,19 +49,22 @@ def to_blocks(text: str) -> list[JsonObject]:
 
 
 def to_tags(text: str) -> str:
-    """Return a text with `<image>` and `<video>` in place of sentinels."""
+    """Return a text with `<image>`, `<video>` and `<audio>` in place of sentinels."""
     return text.translate(TAGS)
 
 
 def from_tags(text: str) -> str:
-    """Return a text with sentinels in place of `<image>` and `<video>`."""
+    """Return a text with sentinels in place of `<image>`, `<video>` and `<audio>`."""
     for kind, sentinel in SENTINELS.items():
         text = text.replace(f"<{kind}>", sentinel)
     return text
 
 
 def media_columns(media: Iterable[Medium], convert: Callable[[Any], Json]) -> JsonObject:
-    """Return the columns `images` and `videos` of a row, without those that are empty. convert: a source to a value"""
+    """Return the columns `images`, `videos` and `audios` of a row, without those that are empty.
+
+    convert: a source to a value
+    """
     columns: dict[str, list[Json]] = {}
     for medium in media:
         columns.setdefault(f"{medium.kind}s", []).append(convert(medium.source))

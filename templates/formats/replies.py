@@ -47,7 +47,7 @@ def _reply_source(medium: Medium) -> Json:
     """Return an image's source as JSON; a picture of PIL as data."""
     source: Any = medium.source
     if medium.kind != "image":
-        raise UnusableRow("it has a video, where texts and images are expected")
+        raise UnusableRow(f"it has {medium.kind}s, where texts and images are expected")
     if is_picture(source):
         file = io.BytesIO()
         source.save(file, "PNG")

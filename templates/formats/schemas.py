@@ -258,7 +258,8 @@ def require_text_only(row: JsonObject) -> JsonObject:
     """Return the columns that have a value. Raises UnusableRow for a row with images, videos or audio."""
     for column in MEDIA:
         if row.get(column):
-            raise UnusableRow(f"it has {column}, and this model has no vision tower")
+            tower = "audio" if "audio" in column else "vision"
+            raise UnusableRow(f"it has {column}, and this model has no {tower} tower")
     return drop_missing(row)
 
 

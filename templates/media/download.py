@@ -1,4 +1,4 @@
-"""Download of images and videos, each once, into a cache that later runs and all processes read.
+"""Download of images, videos and audios, each once, into a cache that later runs and all processes read.
 
 Addresses of private networks are refused, since a dataset's author could otherwise read a machine's own services. Each
 name is resolved once, all its addresses are checked, and the connection is made to one of these.
@@ -21,7 +21,8 @@ from ..machine import process_scope
 
 REDIRECTS = 5
 BLOCK = 1 << 20
-BYTES = {"image": 64 << 20, "video": 2 << 30}  # largest files
+BYTES = {"image": 64 << 20, "video": 2 << 30, "audio": 1 << 30}  # largest files
+NOUNS = {"image": "an image", "video": "an image or video", "audio": "an audio"}
 PORTS = {"http": 80, "https": 443}
 HEADERS = {"User-Agent": "megaswift", "Accept": "*/*", "Accept-Encoding": "identity"}
 
@@ -52,7 +53,7 @@ def cached_file(url: str, kind: str, *, allow_private: bool = False) -> Path:
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         is_late = isinstance(error, TimeoutError)
         reason = f"SWIFT_TIMEOUT {timeout():g} s passed" if is_late else type(error).__name__
-        raise UnusableRow(f"an {_noun(kind)} cannot be downloaded ({reason})") from error
+        raise UnusableRow(f"{NOUNS[kind]} cannot be downloaded ({reason})") from error
     finally:
         temporary.unlink(missing_ok=True)
     return file
@@ -177,7 +178,3 @@ def is_public(address: str) -> bool:
     ip = ipaddress.ip_address(address.partition("%")[0])
     inner = getattr(ip, "ipv4_mapped", None) or getattr(ip, "sixtofour", None)
     return ip.is_global and not ip.is_multicast and (inner is None or is_public(str(inner)))
-
-
-def _noun(kind: str) -> str:
-    return "image or video" if kind == "video" else "image"

@@ -1,4 +1,4 @@
-"""Families of vision-language models by the model_type of their config.json. Imports no torch.
+"""Families of vision- and audio-language models by the model_type of their config.json. Imports no torch.
 
 Most processors of these families have one form, that of Qwen2-VL. To add such a family, add a row; image_rules.py has
 the other forms.
@@ -7,6 +7,8 @@ the other forms.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+from ..formats.medium import MediaKind
 
 
 class Placeholder(NamedTuple):
@@ -25,6 +27,21 @@ GLM_IMAGE = Placeholder("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
 
 
 @dataclass(frozen=True)
+class AudioFamily:
+    """What differs between the processors of audios.
+
+    tokens: "chunks": of each chunk of a spectrogram, halved three times; "pairs": means of two, after one halving
+    pads: the feature extractor pads an audio to its limit, and a frame that has only a part of its samples counts
+    window: default of n_window in audio_config, half a chunk in frames
+    """
+
+    placeholder: Placeholder
+    tokens: Literal["chunks", "pairs"] = "chunks"
+    pads: bool = False
+    window: int = 50
+
+
+@dataclass(frozen=True)
 class VisionFamily:
     """What differs between the processors of the families.
 
@@ -37,6 +54,8 @@ class VisionFamily:
     and an image with a side below a visual token's grows first
     tower_mlp: key of vision_config that has the width of the tower's MLPs
     has_axes: visual tokens have positions in time, height and width; else each token has one
+    audio: None: audios are not supported
+    image: None: images are not supported
     processor: form of the processor: Qwen2-VL's; Pixtral's, which has tokens between the rows of an image; InternVL's,
     which cuts images into tiles
     """
@@ -44,19 +63,28 @@ class VisionFamily:
     norm_bbox: Literal["norm1000", "none"]
     has_timestamps: bool = False
     has_retrieval_prompts: bool = False
-    image: Placeholder = QWEN_IMAGE
+    image: Placeholder | None = QWEN_IMAGE
     video: Placeholder | None = QWEN_VIDEO
     counts_frames: bool = False
     tower_mlp: str = "intermediate_size"
     has_axes: bool = True
+    audio: AudioFamily | None = None
     processor: Literal["qwen2_vl", "pixtral", "internvl"] = "qwen2_vl"
 
     @property
     def has_video_processor(self) -> bool:
         """Return whether the settings of a processor of videos are read."""
-        return self.processor == "qwen2_vl"
+        return self.processor == "qwen2_vl" and self.image is not None
+
+    def placeholder(self, kind: MediaKind) -> Placeholder | None:
+        """Return the tokens of a medium; None if its kind is not supported."""
+        if kind == "audio":
+            return self.audio and self.audio.placeholder
+        return self.image if kind == "image" else self.video
 
 
+QWEN_AUDIO = Placeholder("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
+ASR = VisionFamily("none", image=None, video=None, has_axes=False, audio=AudioFamily(QWEN_AUDIO))
 GLM = VisionFamily("norm1000", image=GLM_IMAGE, video=None, counts_frames=True, tower_mlp="out_hidden_size")
 MISTRAL = VisionFamily("norm1000", image=PIXTRAL_IMAGE, video=None, has_axes=False, processor="pixtral")
 INTERN = VisionFamily("norm1000", image=INTERN_IMAGE, video=None, has_axes=False, processor="internvl")
@@ -72,19 +100,26 @@ FAMILIES = {
     "glm46v": GLM,
     "mistral3": MISTRAL,
     "internvl": INTERN,
+    "qwen3_asr": ASR,
 }
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "temporal_patch_size", "tokens_per_second"
-TOKEN_SETTINGS = "image_token_id", "image_token_index", "video_token_id", "spatial_merge_size", "downsample_ratio"
+AUDIO_SETTINGS = "n_window", "num_mel_bins"
+TOKEN_SETTINGS = (
+    *("audio_token_id", "image_token_id", "image_token_index", "video_token_id"),
+    *("spatial_merge_size", "downsample_ratio"),
+)
 
 
 def differing_setting(config: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Return a setting that makes patches, tokens or positions of two models differ; None if they are the same.
 
-    config, other: config.json of models with a vision tower
+    config, other: config.json of models with a vision or audio tower
     """
     if FAMILIES[config["model_type"]] != FAMILIES[other["model_type"]]:
         return "model_type"
     pairs = {name: (config.get(name), other.get(name)) for name in TOKEN_SETTINGS}
-    pairs |= {name: (config["vision_config"].get(name), other["vision_config"].get(name)) for name in TOWER_SETTINGS}
+    for tower, names in (("vision_config", TOWER_SETTINGS), ("audio_config", AUDIO_SETTINGS)):
+        own, others = config.get(tower) or {}, other.get(tower) or {}
+        pairs |= {name: (own.get(name), others.get(name)) for name in names}
     return next((name for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]), None)

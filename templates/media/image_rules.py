@@ -62,6 +62,21 @@ class ImageRules(ABC):
         """Return inputs of transformers' model. images: grid and normalized patches of each, fp32 [patches, values]"""
 
 
+class NoImages(ImageRules):
+    """Rules of a model that takes no images."""
+
+    patch_size = merge_size = least_pixels = most_pixels = 1
+
+    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        raise UnusableRow("the model takes no images")
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        return {}
+
+    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
+        return {}
+
+
 class QwenImages(ImageRules):
     """Rules of Qwen2-VL's processor, or of GLM-4V's.
 

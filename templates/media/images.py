@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 178_956_970  # twice PIL's own limit, above which it sees a decompression bomb
 TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
-SIGNATURES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A")  # of images in base64
+# Of images and audios in base64.
+SIGNATURES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A", "ZkxhQ", "T2dnUw", "SUQz")
 SHORTEST_BASE64 = 512  # characters; shorter text without a signature is a path
 TAIL = 64  # bytes at a file's end that show whether it is whole
 

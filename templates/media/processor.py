@@ -1,8 +1,8 @@
-"""Images and videos as a vision-language model takes them: sizes, tokens, patches and positions.
+"""Images, videos and audios as a model takes them: sizes, tokens, patches and positions.
 
 Sizes, tokens and positions come from headers by arithmetic, and equal those of transformers' processors and models.
 Patches are uint8: the device subtracts `mean` and divides by `std`, which gives transformers' values bit by bit.
-families.py lists the families.
+families.py lists the families, and audio_processor.py has audios.
 """
 
 import math
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..formats.medium import MediaKind, Medium
+from ..formats.medium import SENTINELS, MediaKind, Medium
 from ..formats.schemas import UnusableRow
 from ..options import MediaOptions
 from ..tokenizer import Tokenizer
+from .audio_processor import AudioProcessor
 from .families import FAMILIES, QWEN_VIDEO
 from .feature_cache import FeatureFiles
 from .image_rules import Grid, grown, smart_resize
@@ -42,11 +43,11 @@ INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # to
 
 
 class MediaPlan(NamedTuple):
-    """Size of an image or video for the model."""
+    """Size of an image, video or audio for the model."""
 
     kind: MediaKind
-    grid: Grid
-    tokens: int  # visual tokens
+    grid: Grid  # of an audio: frames of its spectrogram, 1 and 1
+    tokens: int
     time_step: int = 1  # between the positions of a video's patches of time
     expansion: np.ndarray | None = None  # int32: ids that replace the placeholder; None: `tokens` placeholders
 
@@ -69,7 +70,7 @@ class SampledVideo(NamedTuple):
 
 
 class VisionProcessor:
-    """Processor of a checkpoint's images and videos.
+    """Processor of a checkpoint's images, videos and audios.
 
     Raises ValueError if the checkpoint's processor cannot be read, or if an option or variable does not fit.
     """
@@ -80,13 +81,15 @@ class VisionProcessor:
         self.family = FAMILIES[self.model_type]
         self._sample = sample_even if self.family.has_timestamps else sample_floor
         self.allow_private = options.allow_private_media_urls
-        image, video = load_processors(folder, has_videos=self.family.has_video_processor)
+        image, video = load_processors(folder, self.family)
         self._rules = image_rules(folder, self.family, image, tokenizer)
         self.patch_size, self.merge_size = self._rules.patch_size, self._rules.merge_size
         self.temporal_patch_size = self._rules.temporal_patch_size
-        self.resample = int(image.resample)
-        self.mean = tuple(float(value) for value in image.image_mean)  # of values from 0 to 1
-        self.std = tuple(float(value) for value in image.image_std)
+        self.resample = int(getattr(image, "resample", 0))
+        self.mean = tuple(float(value) for value in getattr(image, "image_mean", ()))  # of values from 0 to 1
+        self.std = tuple(float(value) for value in getattr(image, "image_std", ()))
+        if self.family.image is None and options.max_pixels is not None:
+            raise ValueError(f"--max_pixels {options.max_pixels}: {self.model_type} takes no images. Remove it.")
         self.limits = resolve_limits(
             options,
             (self._rules.least_pixels, self._rules.most_pixels),
@@ -96,14 +99,16 @@ class VisionProcessor:
         )
         self.norm_bbox = options.norm_bbox or self.family.norm_bbox
         self.bbox_format = requested_values(options).get("QWENVL_BBOX_FORMAT", "legacy")
-        self.image_token_id: int = (
-            config.get("image_token_id")
-            or config.get("image_token_index")
-            or token_id(tokenizer, self.family.image.repeated)
-        )
-        self.video_token_id: int | None = None
-        if video_placeholder := self.family.video:
-            self.video_token_id = config.get("video_token_id") or token_id(tokenizer, video_placeholder.repeated)
+        self.placeholders: dict[MediaKind, int] = {}  # tokens that stand for the kinds of media that the model takes
+        for kind in SENTINELS:
+            if placeholder := self.family.placeholder(kind):
+                token = config.get(f"{kind}_token_id") or config.get(f"{kind}_token_index")
+                self.placeholders[kind] = token or token_id(tokenizer, placeholder.repeated)
+        self.audio: AudioProcessor | None = None
+        if self.family.audio is not None:
+            self.audio = AudioProcessor(
+                folder, self.family.audio, config.get("audio_config") or {}, allow_private=self.allow_private
+            )
         self._vision: Mapping[str, Any] = config.get("vision_config") or {}
         # Time between patches of time of a video in positions, per second. Qwen2-VL has none.
         self.tokens_per_second = self._vision.get("tokens_per_second", 4) if self.model_type == "qwen2_5_vl" else None
@@ -127,48 +132,58 @@ class VisionProcessor:
     @property
     def fingerprint(self) -> list[Any]:
         """All that determines the tokens of images and videos."""
-        tokens = self.image_token_id, self.video_token_id, self.tokens_per_second
+        tokens = *self.placeholder_ids, self.tokens_per_second
         sizes = self.patch_size, self.merge_size, self.temporal_patch_size
         boxes = self.norm_bbox, self.bbox_format
-        return [self.model_type, *astuple(self.limits), *tokens, *sizes, *boxes, self.allow_private]
+        audio = self.audio.fingerprint if self.audio else None
+        return [self.model_type, *astuple(self.limits), *tokens, *sizes, *boxes, self.allow_private, audio]
 
     def placeholder_id(self, kind: MediaKind) -> int:
         """Return the token that stands for a medium. Raises UnusableRow if the model takes none of its kind."""
-        token = self.image_token_id if kind == "image" else self.video_token_id
-        if token is None:
+        if kind not in self.placeholders:
             raise UnusableRow(self._refusal(kind))
-        return token
+        return self.placeholders[kind]
 
     def _refusal(self, kind: MediaKind) -> str:
         return f"it has {kind}s, which are not supported with {self.model_type}"
 
     @property
-    def placeholders(self) -> dict[MediaKind, int]:
-        """Tokens that stand for the kinds of media that the model takes."""
-        tokens: dict[MediaKind, int | None] = {"image": self.image_token_id, "video": self.video_token_id}
-        return {kind: token for kind, token in tokens.items() if token is not None}
+    def image_token_id(self) -> int:
+        return self.placeholders["image"]
+
+    @property
+    def video_token_id(self) -> int | None:
+        return self.placeholders.get("video")
 
     @property
     def placeholder_ids(self) -> list[int]:
-        """Tokens that stand for images and videos."""
-        return [token for token in (self.image_token_id, self.video_token_id) if token is not None]
+        """Tokens that stand for media."""
+        return [*self.placeholders.values()]
 
     @cached_property
     def wrapper_ids(self) -> frozenset[int]:
         """Tokens directly around a placeholder, which belong to the medium."""
-        text = self.family.image.start + self.family.image.end
-        tokens = self._tokenizer.encode(text, add_special_tokens=False)
-        return frozenset(tokens) if len(tokens) == 2 else frozenset()
+        wrappers: set[int] = set()
+        for placeholder in (self.family.image, self.family.audio and self.family.audio.placeholder):
+            if placeholder:
+                tokens = self._tokenizer.encode(placeholder.start + placeholder.end, add_special_tokens=False)
+                wrappers.update(tokens if len(tokens) == 2 else ())
+        return frozenset(wrappers)
 
     def placeholder_text(self, kind: MediaKind) -> str:
         """Return the text of a medium where there is no chat template: in pre-training. Raises UnusableRow."""
-        placeholder = self.family.image if kind == "image" else self.family.video
+        placeholder = self.family.placeholder(kind)
         if placeholder is None:
             raise UnusableRow(self._refusal(kind))
         return "".join(placeholder)
 
     def plan(self, medium: Medium) -> MediaPlan:
-        """Return the size of an image or video, from its header. Raises UnusableRow with the reason."""
+        """Return the size of a medium, from its header. Raises UnusableRow with the reason."""
+        if medium.kind == "audio":
+            if self.audio is None:
+                raise UnusableRow(self._refusal("audio"))
+            frames = self.audio.frames(medium)
+            return MediaPlan("audio", (frames, 1, 1), self.audio.tokens(frames))
         limits = self.limits.of_row(medium.limits)
         if medium.kind == "image":
             return self.plan_image(*image_size(medium.source, allow_private=self.allow_private), limits)
@@ -210,8 +225,28 @@ class VisionProcessor:
         """Return the number of visual tokens of a grid."""
         return math.prod(grid) // self.merge_size**2
 
+    def decode(self, medium: Medium, plan: MediaPlan) -> np.ndarray:
+        """Return the values of a planned medium: its patches, or the spectrogram of an audio. Raises UnusableRow."""
+        if plan.kind != "audio":
+            return self.patches(medium, plan.grid)
+        assert self.audio is not None
+        return self.audio.spectrogram(medium, plan.grid[0])
+
+    def empty_values(self, plan: MediaPlan) -> np.ndarray:
+        """Return values in place of a medium that cannot be decoded: grey patches, or silence."""
+        if plan.kind != "audio":
+            return self.grey_patches(plan.kind, plan.grid)
+        assert self.audio is not None
+        return self.audio.silence(plan.grid[0])
+
+    def width(self, kind: MediaKind) -> int:
+        """Return the number of values of a patch, or of a frame of a spectrogram."""
+        if kind != "audio":
+            return self.patch_values(kind)
+        return self.audio.mel_bins if self.audio else 0
+
     def patches(self, medium: Medium, grid: Grid) -> np.ndarray:
-        """Return the decoded patches of a planned medium: uint8 [patches, values]. Raises UnusableRow.
+        """Return the decoded patches of a planned image or video: uint8 [patches, values]. Raises UnusableRow.
 
         values: channels x patch x patch of an image, channels x temporal patch x patch x patch of a video
         """
@@ -283,7 +318,12 @@ class VisionProcessor:
         return positions
 
     def blocks(self, plan: MediaPlan) -> list[tuple[int, Grid]]:
-        """Return the blocks of visual tokens of a medium: first token after its place, and size in tokens."""
+        """Return the blocks of visual tokens of a medium: first token after its place, and size in tokens.
+
+        Tokens of an audio have positions as text.
+        """
+        if plan.kind == "audio":
+            return []
         time, height, width = plan.grid[0], plan.grid[1] // self.merge_size, plan.grid[2] // self.merge_size
         if plan.expansion is None:
             return [(0, (time, height, width))]
@@ -291,13 +331,20 @@ class VisionProcessor:
         return [(int(first), (1, height, width)) for first in visual[:: height * width]]
 
     def visual_offsets(self, plan: MediaPlan) -> np.ndarray:
-        """Return the offsets of a medium's visual tokens from its place: int64 [tokens]."""
+        """Return the offsets from its place of a medium's tokens that have features: int64 [tokens]."""
         if plan.expansion is None:
             return np.arange(plan.tokens)
         return np.flatnonzero(plan.expansion == self.placeholder_id(plan.kind))
 
+    def encoding_cost(self, plan: MediaPlan) -> int:
+        """Return the relative time to encode a medium."""
+        if plan.kind != "audio":
+            return self.cost(plan.grid)
+        assert self.audio is not None
+        return self.audio.cost(plan.grid[0])
+
     def cost(self, grid: Grid) -> int:
-        """Return the relative time to encode a medium: products of matrices, and attention within frames or windows."""
+        """Return the relative time to encode an image or video: products of matrices, and attention within blocks."""
         vision = self._vision
         depth = vision.get("depth") or vision.get("num_hidden_layers", 32)
         hidden = vision.get("embed_dim") or vision.get("hidden_size", 1280)

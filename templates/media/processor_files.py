@@ -6,7 +6,7 @@ from typing import Any
 
 from ..tokenizer import Tokenizer
 from .families import VisionFamily
-from .image_rules import ImageRules, PixtralImages, QwenImages, TiledImages
+from .image_rules import ImageRules, NoImages, PixtralImages, QwenImages, TiledImages
 
 PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 # Names of Pixtral's tokens in processor_config.json, and their default: of a patch, of the ends of a row and an image.
@@ -34,11 +34,11 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     return ids[0]
 
 
-def load_processors(folder: Path, *, has_videos: bool) -> tuple[Any, Any]:
-    """Return transformers' image and video processor of a checkpoint, of which the settings are read.
-
-    has_videos: whether it has one of videos; None is returned if not
-    """
+def load_processors(folder: Path, family: VisionFamily) -> tuple[Any, Any]:
+    """Return transformers' image and video processor of a checkpoint, of which the settings are read; None: none."""
+    if family.image is None:
+        return None, None
+    has_videos = family.has_video_processor
     from transformers import AutoImageProcessor, AutoVideoProcessor
 
     loaded = []
@@ -64,7 +64,9 @@ def video_config(processor: Any) -> dict[str, Any] | None:
 
 
 def image_rules(folder: Path, family: VisionFamily, processor: Any, tokenizer: Tokenizer) -> ImageRules:
-    """Return the rules of a checkpoint's image processor. processor: transformers'"""
+    """Return the rules of a checkpoint's image processor. processor: transformers'; None: it has none"""
+    if processor is None:
+        return NoImages()
     match family.processor:
         case "pixtral":
             return _pixtral_rules(folder, processor, tokenizer)

@@ -15,8 +15,8 @@ from megaswift.bridge.checkpoint.passthrough import passthrough_names
 from megaswift.bridge.checkpoint.vision import TOWER_PARTS
 from megaswift.bridge.families import family_of
 from megaswift.bridge.layers.rope import make_rotary_rule
-from megaswift.bridge.layers.vision_tower import VisionPart
-from megaswift.bridge.mapping.param_mapping import TOWER, Architecture, Layer, MappingEntry, ParamKey, expand_mappings
+from megaswift.bridge.layers.tower_part import TowerPart
+from megaswift.bridge.mapping.param_mapping import TOWERS, Architecture, Layer, MappingEntry, ParamKey, expand_mappings
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -201,7 +201,9 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"text_config": text} if "text_config" in config else text
 
 
-TOWERS = [name for name, model in MODELS.items() if family_of(model.config).vision and "vision_config" in model.config]
+WITH_TOWER = [
+    name for name, model in MODELS.items() if family_of(model.config).vision and "vision_config" in model.config
+]
 # Whose text models transformers makes within a vision-language model only.
 VISION_LANGUAGE = [name for name, model in MODELS.items() if re.search("_vl_|glm4v", model.family)]
 
@@ -258,7 +260,7 @@ def is_of_tower(name: str) -> bool:
     return any(part in name for part in TOWER_PARTS)
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", WITH_TOWER)
 def test_towers_are_those_of_transformers(name):
     """Of the tower: the shapes of our modules, by the names of the table."""
     config = cut(MODELS[name].config)
@@ -271,11 +273,12 @@ def test_towers_are_those_of_transformers(name):
     tower = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items() if is_of_tower(key)}
     settings: Any = SimpleNamespace(params_dtype=torch.bfloat16, attention_kernel="torch")
     shapes = {
-        key: tuple(p.shape) for key, p in VisionPart(about.vision, settings, torch.device("meta")).named_parameters()
+        key: tuple(p.shape)
+        for key, p in TowerPart(about.vision, None, settings, torch.device("meta")).named_parameters()
     }
     found = {}
     for key, entry in expand_mappings(family, config, about, tower).items():
-        if key.name.startswith(TOWER):
+        if key.name.startswith(TOWERS):
             shape = shapes.pop(key.name.format(layer=key.layer))
             found |= entry.hf_shapes(shape, entry.spans(shape, 1, about))
     assert not shapes
@@ -296,7 +299,7 @@ def test_parameters_of_whole_models(name, published):
     vision = family_of(MODELS[name].config).describe(MODELS[name].config, vision=True).vision
     assert vision is not None
     settings: Any = SimpleNamespace(params_dtype=torch.bfloat16, attention_kernel="torch")
-    tower = VisionPart(vision, settings, torch.device("meta"))
+    tower = TowerPart(vision, None, settings, torch.device("meta"))
     assert count(found.values()) + sum(p.numel() for p in tower.parameters()) == published
     assert about.tied == name.startswith("Ministral")
 

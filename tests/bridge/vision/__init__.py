@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.bridge.families import ACCOUNTED, CP, EP, LAYOUT, PP, ROPE, SHARED, SP, TP, VPP, YARN
 
-IMAGE, VIDEO, START, END = 250, 251, 252, 253  # token ids
+AUDIO, IMAGE, VIDEO, START, END = 249, 250, 251, 252, 253  # token ids
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 TEXT = SHARED
 AXIAL = {"rope_type": "axial", "rope_theta": 50.0}  # rope of the towers

@@ -1,7 +1,7 @@
 """A tiny vision-language checkpoint, documents with images and a video, and what transformers makes of them."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.bridge.families.reference import (
     _write,
     routing_margins,
 )
-from tests.bridge.vision import BREAK, END, FAMILIES, IMAGE, START, TILE, VIDEO
+from tests.bridge.vision import AUDIO, BREAK, END, FAMILIES, IMAGE, START, TILE, VIDEO
 from tests.tiny_vision import mean_of
 
 MERGE, PATCH, FRAMES, CHANNELS = 2, 4, 2, 3
@@ -42,6 +42,7 @@ class MediaDocument:
     grids: list[tuple[int, int, int]]
     kinds: list[int]  # [length] 1: token of an image, 2: of a video
     pixels: list[Tensor]  # uint8 [patches, channels * frames * area], frames: 1 of an image
+    spectrograms: list[Tensor] = field(default_factory=list)  # fp32 [frames, bins] of audios
 
 
 def documents(model: Any) -> list[list[MediaDocument]]:
@@ -140,10 +141,16 @@ def _grids(document: MediaDocument) -> dict[str, Tensor | None]:
 
 
 def visual_tokens(document: MediaDocument) -> list[np.ndarray]:
-    """The positions of each medium's tokens."""
+    """The positions of the tokens of each image or video."""
     visual = np.flatnonzero((document.ids == IMAGE) | (document.ids == VIDEO))
     counts = [int(np.prod(grid)) // MERGE**2 for grid in document.grids]
     return np.split(visual, np.cumsum(counts)[:-1]) if counts else []
+
+
+def audio_tokens(document: MediaDocument) -> list[np.ndarray]:
+    """The positions of the tokens of each audio, of which no two lie side by side."""
+    heard = np.flatnonzero(document.ids == AUDIO)
+    return np.split(heard, np.flatnonzero(np.diff(heard) > 1) + 1) if len(heard) else []
 
 
 def _float_pixels(pixels: Tensor) -> Tensor:

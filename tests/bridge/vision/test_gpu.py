@@ -6,7 +6,7 @@ import pytest
 import torch
 from megaswift.bridge.families import family_of
 from megaswift.bridge.layers.patch_plan import plan_patches
-from megaswift.bridge.layers.vision_tower import VisionPart
+from megaswift.bridge.layers.tower_part import TowerPart
 from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.mapping.param_mapping import expand_mappings
 from torch import Tensor
@@ -64,7 +64,7 @@ def test_tower_equals_transformers(hidden_size: int, attention: str, has_main_gr
     architecture = family.describe(config, vision=True)
     assert architecture.vision
     settings = SimpleNamespace(params_dtype=torch.bfloat16, attention_kernel=attention)
-    part = VisionPart(architecture.vision, settings, torch.device("cuda"))  # type: ignore[arg-type]
+    part = TowerPart(architecture.vision, None, settings, torch.device("cuda"))  # type: ignore[arg-type]
     weights = {f"model.visual.{name}": parameter.data for name, parameter in model.named_parameters()}
     rows = expand_mappings(family, config, architecture, weights)
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from megaswift.bridge.layers.vision_tower import TOWER_MODULES
+from megaswift.bridge.layers.vision_tower import VISION_MODULES
 
 from tests.bridge.vision import LAYOUTS
 from tests.torchrun import torchrun
@@ -34,7 +34,7 @@ CASES = {
     ),
     "whole tower behind norms": (
         "glm4v",
-        {"vision": {}, "whole": [f"vision.{module}" for module in TOWER_MODULES if module != "class_token"]},
+        {"vision": {}, "whole": [f"vision.{module}" for module in VISION_MODULES if module != "class_token"]},
         "TP2 SP",
     ),
 }  # fmt: skip

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megaswift.bridge.layers.patch_plan import plan_patches
-from megaswift.bridge.layers.vision_tower import VisionPart
+from megaswift.bridge.layers.tower_part import TowerPart
 from megaswift.bridge.mapping.param_mapping import Projector, Vision
 from torch.testing import assert_close
 from transformers.vision_utils import (
@@ -116,7 +116,7 @@ def test_padding_changes_neither_features_nor_gradients(settings: dict) -> None:
     vision = replace(make_vision(**settings), num_layers=3)
     config = SimpleNamespace(params_dtype=torch.float64, attention_kernel="torch")
     torch.manual_seed(0)
-    tower = VisionPart(vision, config, torch.device("cpu")).vision  # type: ignore[arg-type]
+    tower = TowerPart(vision, None, config, torch.device("cpu")).vision  # type: ignore[arg-type]
     for parameter in tower.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     grids = random_grids(0, 2)

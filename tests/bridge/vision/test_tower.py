@@ -7,8 +7,8 @@ import pytest
 import torch
 from megaswift.bridge.families import family_of
 from megaswift.bridge.layers.patch_plan import plan_patches
-from megaswift.bridge.layers.vision_tower import VisionPart
-from megaswift.bridge.mapping.param_mapping import TOWER, Architecture, MappingEntry, expand_mappings
+from megaswift.bridge.layers.tower_part import TowerPart
+from megaswift.bridge.mapping.param_mapping import TOWERS, Architecture, MappingEntry, expand_mappings
 from torch import Tensor
 
 from tests.bridge.families.reference import _noise
@@ -43,11 +43,11 @@ def test_features_and_gradients_are_those_of_transformers(family: str) -> None:
     about = family_of(raw).describe(raw, vision=True)
     assert about.vision is not None
     settings: Any = SimpleNamespace(params_dtype=torch.float32, attention_kernel="torch")
-    part = VisionPart(about.vision, settings, torch.device("cpu"))
+    part = TowerPart(about.vision, None, settings, torch.device("cpu"))
     ours = dict(part.named_parameters())
     theirs = {name: p for name, p in model.named_parameters() if p.grad is not None}
     entries = expand_mappings(family_of(raw), raw, about, theirs)
-    tower = {key.name.format(layer=key.layer): e for key, e in entries.items() if key.name.startswith(TOWER)}
+    tower = {key.name.format(layer=key.layer): e for key, e in entries.items() if key.name.startswith(TOWERS)}
     assert tower.keys() == ours.keys()
     assert {name for entry in tower.values() for name in entry.hf} == theirs.keys()
     with torch.no_grad():
@@ -55,8 +55,9 @@ def test_features_and_gradients_are_those_of_transformers(family: str) -> None:
             parameter.copy_(whole(tower[name], theirs, tuple(parameter.shape), about))
 
     patches = (torch.cat(document.pixels).float() / 255 - 0.5) / 0.5
-    plan = plan_patches(torch.tensor(document.grids), about.vision, torch.device("cpu"))
-    found = part.vision.merge(part.vision.encode(patches, plan), plan)[0]
+    plan, module = plan_patches(torch.tensor(document.grids), about.vision, torch.device("cpu")), part.vision
+    assert module is not None
+    found = module.merge(module.encode(patches, plan), plan)[0]
     assert (found - features).norm() < 1e-6 * features.norm()
     (found * weights).sum().backward()
     gradients = {name: p.grad for name, p in theirs.items() if p.grad is not None}

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -26,6 +26,7 @@ from megaswift.bridge import parallel
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
+from megaswift.bridge.layers.audio_plan import AudioPlan, plan_audios
 from megaswift.bridge.layers.deepstack import MediaFeatures
 from megaswift.bridge.layers.patch_plan import Blocks, PatchPlan, plan_patches
 from megaswift.bridge.mapping.local_params import collect_params
@@ -42,7 +43,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tests.bridge.families.worker import SMALLEST_GRADIENT, tensors_of
-from tests.bridge.vision.reference import PACK, MediaDocument, visual_tokens
+from tests.bridge.vision.reference import PACK, MediaDocument, audio_tokens, visual_tokens
 from tests.layouts.worker import close
 
 NORMALIZATION = Normalization((0.5,) * 3, (0.5,) * 3)
@@ -59,6 +60,15 @@ def batches(packs: list[list[MediaDocument]], options: BuildOptions, *, packed: 
     longest = max(batch.tokens.shape[1] for batch in batches)
     assert packed or all(batch.tokens.shape[1] == longest for batch in batches)
     return batches
+
+
+class _Medium(NamedTuple):
+    """An image (0), video (1) or audio (2) of a micro batch."""
+
+    kind: int
+    size: Any  # grid, or number of frames
+    values: Tensor  # pixels or spectrogram
+    tokens: np.ndarray  # positions in rows * PACK
 
 
 def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_tokens: float, *, packed: bool) -> Batch:
@@ -79,48 +89,47 @@ def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_token
     full = BatchLayout(padding_free=packed, pack_length=PACK if packed else None)
     starts = replace(full, context_parallel_size=size)._starts(plain) if packed else [0] * len(plain)
     positions = np.zeros((3, len(plain), PACK), np.int64) + np.arange(PACK)
-    tokens: list[np.ndarray] = []  # of each medium, in rows * PACK
-    media: list[tuple[Any, Tensor]] = []
+    media: list[_Medium] = []
     documents = [document for sample in samples for document in sample]
     for number, (document, start) in enumerate(zip(documents, starts, strict=True)):
         row = 0 if packed else number
         if document.positions is not None:
             positions[:, row, start : start + len(document.ids)] = document.positions
-        tokens += [row * PACK + start + places for places in visual_tokens(document)]
-        media += zip(document.grids, document.pixels, strict=True)
+        has_videos = document.positions is not None  # a grid of several frames is otherwise one of tiles
+        first = row * PACK + start
+        for grid, pixels, places in zip(document.grids, document.pixels, visual_tokens(document), strict=True):
+            media.append(_Medium(int(has_videos and grid[0] > 1), grid, pixels, first + places))
+        for spectrogram, places in zip(document.spectrograms, audio_tokens(document), strict=True):
+            media.append(_Medium(2, len(spectrogram), spectrogram, first + places))
     mine = by_rank[parallel_state.get_context_parallel_rank()]
     index = slice(None) if mine.cp_index is None else mine.cp_index
     has_axes = all(document.positions is not None for document in documents)
     batch = replace(mine, rope_positions=torch.from_numpy(positions)[:, :, index] if has_axes else None)
     if not media:
         return replace(mine, rope_positions=None)
-    has_videos = has_axes  # a grid of several frames is otherwise one of tiles
-    order = sorted(range(len(media)), key=lambda number: has_videos and media[number][0][0] > 1)  # images first
-    media, tokens = [media[number] for number in order], [tokens[number] for number in order]
+    media.sort(key=lambda medium: medium.kind)  # stable
     context_ranks, local = np.zeros(PACK, np.int64), np.arange(PACK)
     for rank, other in enumerate(by_rank):
         if other.cp_index is not None:
             context_ranks[other.cp_index], local[other.cp_index] = rank, np.arange(len(other.cp_index))
-    rows, columns = np.divmod(np.concatenate(tokens), PACK)
+    rows, columns = np.divmod(np.concatenate([medium.tokens for medium in media]), PACK)
     replica = dist.get_world_size() // parallel_state.get_data_parallel_world_size()
     encoders = torch.arange(1, len(media) + 1) % replica
     own = _replica_rank(options)
-    empty = torch.empty(0, dtype=torch.uint8)
-    pixels = {
-        is_video: [
-            pixels
-            for encoder, (grid, pixels) in zip(encoders, media, strict=True)
-            if encoder == own and (has_videos and grid[0] > 1) == is_video
-        ]
-        for is_video in (False, True)
-    }
+    values = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), torch.empty(0, 0)]
+    for kind in range(3):
+        parts = [medium.values for medium, at in zip(media, encoders, strict=True) if at == own and medium.kind == kind]
+        values[kind] = torch.cat(parts) if parts else values[kind]
     return replace(
         batch,
         media=MediaBatch(
-            grids=torch.tensor([grid for grid, _ in media]),
+            grids=torch.tensor([medium.size for medium in media if medium.kind < 2]).view(-1, 3),
+            frames=torch.tensor([medium.size for medium in media if medium.kind == 2], dtype=torch.int64),
+            counts=torch.tensor([len(medium.tokens) for medium in media]),
             encoders=encoders,
-            image_pixels=torch.cat(pixels[False]) if pixels[False] else empty,
-            video_pixels=torch.cat(pixels[True]) if pixels[True] else empty,
+            image_pixels=values[0],
+            video_pixels=values[1],
+            spectrograms=values[2],
             uses=torch.arange(len(media)),
             context_ranks=torch.from_numpy(context_ranks[columns]),
             positions=torch.from_numpy(rows * mine.tokens.shape[1] + local[columns]),
@@ -185,8 +194,10 @@ def check(
         enable_grads_through_frozen(chunk, has_trained_input=model.vision.trains)
     with FAULTS[fault](model) if fault else nullcontext():
         found |= _gradients(folder, model, options, expected, frozen=bool(frozen))
-        grids = [grid for pack in expected["packs"] for document in pack for grid in document.grids]
-        counts = {"encoded": sum_of(encoded), "encodings": len(encoded), "patches": sum(map(math.prod, grids))}
+        documents = [document for pack in expected["packs"] for document in pack]
+        patches = sum(math.prod(grid) for document in documents for grid in document.grids)
+        patches += sum(len(spectrogram) for document in documents for spectrogram in document.spectrograms)
+        counts = {"encoded": sum_of(encoded), "encodings": len(encoded), "patches": patches}
         return found | counts | {"schedules": begun.call_count}
 
 
@@ -197,16 +208,15 @@ def sum_of(counts: list[int]) -> int:
 
 
 def count_encoded(encoder: VisionEncoder) -> list[int]:
-    """The patches of each forward pass of the tower that is for the language model, from now on."""
+    """The patches and frames of each forward pass of the towers that is for the language model, from now on."""
     counts: list[int] = []
-    calls = encoder._calls
+    passes = encoder._passes
 
-    def counted(grids: Tensor, limit: int) -> Any:
-        reached = calls(grids, limit)
-        counts.append(reached[-1].patches.stop if reached else 0)
-        return reached
+    def counted(media: Any, limit: int) -> Any:
+        counts.append(len(media.patches) + len(media.spectrograms))
+        return passes(media, limit)
 
-    encoder._calls = counted
+    encoder._passes = counted
     return counts
 
 
@@ -290,12 +300,28 @@ def _join_blocks(plan: PatchPlan) -> PatchPlan:
 
 def _reverse_squares(model: Model) -> Any:
     """The patches of each square from the last to the first, in the merger."""
-    merger = model.vision.tower.merger
+    merger = model.vision.part.vision.merger
     forward = merger.forward
     return mock.patch.object(merger, "forward", lambda x: forward(x.unflatten(0, (-1, 4)).flip(1).flatten(0, 1)))
 
 
+def _audio_plan(change: Callable[[AudioPlan], AudioPlan]) -> Any:
+    def plant(model: Model) -> Any:
+        place = "megaswift.bridge.model.vision_encoder.plan_audios"
+        return mock.patch(place, lambda *arguments: change(plan_audios(*arguments)))
+
+    return plant
+
+
+def _join_audios(plan: AudioPlan) -> AudioPlan:
+    """One block of all audios."""
+    return replace(plan, blocks=Blocks([sum(plan.blocks.lengths)], plan.blocks.cu_seqlens[[0, -1]]))
+
+
 FAULTS: dict[str, Any] = {
+    "one block for all audios": _audio_plan(_join_audios),
+    "positions of the next step of time": _audio_plan(lambda plan: replace(plan, sines=plan.sines.roll(1, 0))),
+    "frames of the next step of time": _audio_plan(lambda plan: replace(plan, frames=plan.frames.roll(1, 1))),
     "patches of a square in another order": _reverse_squares,
     "deep levels swapped": _swap_deep_levels,
     "tower gradient / 2": _scale_gradients(0.5),

@@ -1,10 +1,10 @@
-"""Rows with images and videos: tags, columns and blocks."""
+"""Rows with images, videos and audios: tags, columns and blocks."""
 
 import json
 
 import pytest
 from megaswift.templates.formats.media_rows import has_media, to_media_conversation, to_media_text
-from megaswift.templates.formats.medium import IMAGE, SENTINELS, VIDEO, to_blocks
+from megaswift.templates.formats.medium import AUDIO, IMAGE, SENTINELS, VIDEO, to_blocks
 from megaswift.templates.formats.paired_media_rows import media_of
 from megaswift.templates.formats.schemas import ArrowRow, UnusableRow
 
@@ -16,12 +16,12 @@ def user(content) -> dict:
 
 
 def read(row: dict) -> tuple[list[str], list]:
-    """Return the contents with I and V for images and videos, and the sources in order."""
+    """Return the contents with I, V and A for images, videos and audios, and the sources in order."""
     conversation, _ = to_media_conversation(row)
     contents = [message["content"] for message in conversation.messages]
-    sentinels = [character for content in contents for character in content if character in (IMAGE, VIDEO)]
+    sentinels = [character for content in contents for character in content if character in (IMAGE, VIDEO, AUDIO)]
     assert sentinels == [SENTINELS[medium.kind] for medium in conversation.media]
-    contents = [content.replace(IMAGE, "[I]").replace(VIDEO, "[V]") for content in contents]
+    contents = [content.replace(IMAGE, "[I]").replace(VIDEO, "[V]").replace(AUDIO, "[A]") for content in contents]
     return contents, [medium.source for medium in conversation.media]
 
 
@@ -83,6 +83,24 @@ def read(row: dict) -> tuple[list[str], list]:
         ),
         ({"messages": json.dumps([user([{"type": "image"}]), ANSWER]), "images": ["1"]}, ["[I]", "a"], ["1"]),
         ({"messages": [user("q"), ANSWER], "images": [], "image": None, "videos": ""}, ["q", "a"], []),
+        (
+            {"messages": [user("<audio>b<image><audio>3.wav</audio>"), ANSWER], "audios": ["1"], "image": "2"},
+            ["[A]b[I][A]", "a"],
+            ["1", "2", "3.wav"],
+        ),
+        (
+            {"messages": [user([
+                {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}},
+                {"type": "input_audio", "input_audio": {"data": "https://a/b.wav"}},
+                {"type": "audio_url", "audio_url": {"url": "1"}},
+                {"type": "audio", "audio": "2"},
+                {"type": "audio", "audio_url": "3"},
+                {"type": "audio"},
+                {"type": "text", "text": "q"},
+            ]), ANSWER], "audio": "4"},
+            ["[A][A][A][A][A][A]q", "a"],
+            ["data:;base64,AA==", "https://a/b.wav", "1", "2", "3", "4"],
+        ),
     ],
 )  # fmt: skip
 def test_media_are_in_the_order_of_their_places(row, contents, sources) -> None:
@@ -127,17 +145,18 @@ MESSAGES = {"messages": [user("<image>q"), ANSWER]}
         (MESSAGES | {"images": []}, "more <image> tags than images"),
         ({"messages": [user("<video>"), ANSWER], "images": ["1"]}, "more <video> tags than videos"),
         ({"messages": [user([{"type": "image"}]), ANSWER]}, "more <image> tags than images"),
-        ({"messages": [user("<audio>"), ANSWER]}, "an <audio> tag, and this version trains on images and videos only"),
-        (MESSAGES | {"audios": ["1"]}, "it has audios, and this version trains on images and videos only"),
+        ({"messages": [user("<audio>"), ANSWER], "images": ["1"]}, "more <audio> tags than audios"),
+        (MESSAGES | {"images": ["1"], "audios": ["1", ""]}, "its audios has an empty value"),
         (MESSAGES | {"images": ["1", None]}, "its images has an empty value"),
         (MESSAGES | {"images": "[1"}, "its images is not JSON"),
         (MESSAGES | {"images": ["1"], "rejected_images": ["2"]}, "it has rejected_images, which this task"),
         (MESSAGES | {"images": ["1"], "objects": [1]}, "its objects are not an object of lists"),
         ({"messages": [user(f"{IMAGE}q"), ANSWER], "images": ["1"]}, "a character that Unicode reserves"),
         ({"messages": [user("\ufdd20\ufdd3q"), ANSWER], "images": ["1"]}, "a character that Unicode reserves"),
-        ({"messages": [user([{"type": "image", "source": {"type": "file"}}]), ANSWER]}, "without an image or video"),
-        ({"messages": [user([{"type": "image"}, {"type": "input_audio"}]), ANSWER], "images": ["1"]},
-         "input_audio content; text, images and videos are expected"),
+        ({"messages": [user([{"type": "image", "source": {"type": "file"}}]), ANSWER]},
+         "without an image, video or audio"),
+        ({"messages": [user([{"type": "image"}, {"type": "tool_use"}]), ANSWER], "images": ["1"]},
+         "tool_use content; text and media are expected"),
         ({"messages": [user([{"type": "image"}, {"type": "text", "text": 5}]), ANSWER], "images": ["1"]},
          "its text is a number"),
     ],

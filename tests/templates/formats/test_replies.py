@@ -39,8 +39,8 @@ def test_forms_of_images(message: dict, text: str, sources: list[str | None]) ->
     ("message", "problem"),
     [
         ({"content": "<image><image>", "images": ["a.png"]}, "more <image> tags than images"),
-        ({"content": "<video>", "videos": ["a.mp4"]}, "it has a video"),
-        ({"content": "a", "audios": ["a.wav"]}, "audios"),
+        ({"content": "<video>", "videos": ["a.mp4"]}, "it has videos, where texts"),
+        ({"content": "a", "audios": ["a.wav"]}, "it has audios, where texts"),
         ({"content": [{"type": "image", "image": 7}]}, "an image that is no path"),
         ({"content": [{"type": "image"}]}, "more <image> tags than images"),
         ({"content": f"a{IMAGE}", "images": ["a.png"]}, "Unicode reserves"),

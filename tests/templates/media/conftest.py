@@ -8,7 +8,7 @@ from megaswift.templates.media.processor import VisionProcessor
 from megaswift.templates.options import PrepareOptions
 from megaswift.templates.prepare import Prepared, prepare
 
-from tests import tiny_vision
+from tests import tiny_audio, tiny_vision
 
 
 class Checkpoint(NamedTuple):
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory):
         if family not in made:
             from transformers import AutoProcessor, AutoTokenizer
 
-            folder = tiny_vision.FAMILIES[family](tmp_path_factory.mktemp(family))
+            folder = (tiny_vision.FAMILIES | tiny_audio.FAMILIES)[family](tmp_path_factory.mktemp(family))
             made[family] = Checkpoint(
                 folder, AutoTokenizer.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
             )

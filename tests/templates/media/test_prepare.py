@@ -134,7 +134,7 @@ def test_pieces_of_a_text_never_cut_an_image(made, images, tmp_path: Path) -> No
         ({"messages": [user("<|image_pad|>"), ANSWER], "images": ["0.png"]}, "its text has other placeholders"),
         ({"messages": [user("<|video_pad|>"), ANSWER]}, "its text has other placeholders"),
         ({"input_ids": [1, 5, 2], "messages": None}, "its text has other placeholders"),
-        ({"audios": ["a.wav"]}, "it has audios, and this version trains on images and videos only"),
+        ({"audios": ["a.wav"]}, "it has audios, which are not supported with qwen3_vl"),
         ({"rejected_images": ["a.png"]}, "it has rejected_images, which this task does not read"),
     ],
 )

@@ -1,0 +1,109 @@
+"""Audios as an audio-language model takes them: lengths, tokens, and log-mel spectrograms.
+
+Lengths and tokens come from headers by arithmetic, and equal those of transformers' processors. Spectrograms are those
+of the checkpoint's feature extractor, which gets each audio by itself.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..formats.medium import Medium
+from ..formats.schemas import UnusableRow
+from .audios import audio_info, read_audio
+from .families import AudioFamily
+
+SILENCE = -1.5  # value of a log-mel spectrogram of zeros, as of Whisper's feature extractor
+
+
+class AudioProcessor:
+    """Processor of a checkpoint's audios.
+
+    config: config.json's audio_config. Raises ValueError if the checkpoint's feature extractor cannot be read.
+    """
+
+    def __init__(self, folder: Path, family: AudioFamily, config: dict[str, Any], *, allow_private: bool):
+        self.family, self._config, self._allow_private = family, config, allow_private
+        self._extractor = load_extractor(folder)
+        self.rate: int = self._extractor.sampling_rate
+        self.mel_bins: int = self._extractor.feature_size
+        self._chunk: int = 2 * config.get("n_window", family.window)
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        """All that determines the tokens of audios."""
+        extractor = self._extractor
+        return [self.family.tokens, self._chunk, self.rate, extractor.hop_length, extractor.n_samples, self._least]
+
+    @property
+    def _least(self) -> int:
+        """Fewest samples: shorter audios are continued by silence."""
+        return getattr(self._extractor, "min_length", 0)
+
+    def frames(self, medium: Medium) -> int:
+        """Return the frames of an audio's spectrogram, from its header. Raises UnusableRow with the reason."""
+        samples = audio_info(medium.source, allow_private=self._allow_private).resampled(self.rate)
+        extractor = self._extractor
+        if self.family.pads and samples > extractor.n_samples:
+            raise UnusableRow(f"an audio is longer than {extractor.n_samples / self.rate:g} seconds, the model's limit")
+        samples = max(samples, self._least)
+        frames = -(-samples // extractor.hop_length) if self.family.pads else samples // extractor.hop_length
+        if samples <= extractor.n_fft // 2 or not self.tokens(frames):
+            raise UnusableRow("an audio is shorter than a token")
+        return frames
+
+    def tokens(self, frames: int) -> int:
+        """Return the tokens of a spectrogram."""
+        if self.family.tokens == "pairs":
+            return (frames + 1) // 2 // 2
+        return frames // self._chunk * _thrice_halved(self._chunk) + _thrice_halved(frames % self._chunk)
+
+    def spectrogram(self, medium: Medium, frames: int) -> np.ndarray:
+        """Return the log-mel spectrogram of a planned audio: float32 [frames, mel bins]. Raises UnusableRow."""
+        samples = read_audio(medium.source, self.rate, allow_private=self._allow_private)
+        features = self._extractor(
+            samples,
+            sampling_rate=self.rate,
+            padding="max_length" if self.family.pads else "longest",
+            truncation=False,
+            return_attention_mask=True,
+            return_tensors="np",
+        )
+        count = int(features["attention_mask"].sum())
+        if count != frames:
+            raise UnusableRow(f"an audio has {count} frames of its spectrogram, and its header means {frames}")
+        return np.ascontiguousarray(features["input_features"][0, :, :frames].T, dtype=np.float32)
+
+    def silence(self, frames: int) -> np.ndarray:
+        """Return the spectrogram in place of an audio that cannot be decoded."""
+        return np.full((frames, self.mel_bins), SILENCE, np.float32)
+
+    def cost(self, frames: int) -> int:
+        """Return the relative time to encode an audio: products of matrices, and attention within windows."""
+        config = self._config
+        hidden, inner = config.get("d_model", 1280), config.get("encoder_ffn_dim", 5120)
+        positions = self.tokens(frames) * (2 if self.family.tokens == "pairs" else 1)
+        window = config.get("n_window_infer", self._chunk) * positions // max(frames, 1)
+        matrices = 8 * hidden * hidden + 4 * hidden * inner
+        return config.get("encoder_layers", 32) * positions * (matrices + 4 * hidden * min(window, positions))
+
+
+def _thrice_halved(frames: int) -> int:
+    for _ in range(3):
+        frames = (frames + 1) // 2
+    return frames
+
+
+def load_extractor(folder: Path) -> Any:
+    """Return transformers' feature extractor of a checkpoint. Raises ValueError."""
+    from transformers import AutoFeatureExtractor
+
+    try:
+        return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{folder}: its processor of audios cannot be read ({reason}). Copy preprocessor_config.json and "
+            "processor_config.json, as far as the original checkpoint has them."
+        ) from error
