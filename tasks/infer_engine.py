@@ -60,6 +60,8 @@ class ChatEngine(ABC):
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if self.vision is None:
                 return EncodedPrompt(ids, name=row_name)
+            if any(medium.kind == "audio" for medium in conversation.media):
+                raise UnusableRow("it has audios, which this version trains on, but does not answer")
             placed = place_media(np.array(ids), conversation.media, self.vision)
         except UnusableRow as error:
             row = f"{row_name}: " if row_name else ""

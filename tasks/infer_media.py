@@ -147,7 +147,7 @@ def read_query(text: str, vision: VisionProcessor, ask: Callable[[str], str]) ->
 
     Raises UnusableRow for media that cannot be read.
     """
-    columns: dict[str, list[Json]] = {"images": [], "videos": []}
+    columns: dict[str, list[Json]] = {"images": [], "videos": [], "audios": []}
     for kind in open_tags(text):
         columns[f"{kind}s"].append(ask(kind))
     row: JsonObject = {"messages": [{"role": "user", "content": text}], **columns}

@@ -129,19 +129,22 @@ def empty_model(config: Any, **settings: Any) -> Any:
 
 
 def _causal_class(config: Any) -> Any:
-    """Return AutoModelForCausalLM, or AutoModelForImageTextToText for a config that only it knows.
+    """Return AutoModelForCausalLM, or another of transformers' classes for a config that only it knows.
 
     Likewise for a model whose tower a family here has: AutoModelForCausalLM may build the text model alone (Qwen3.5).
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
     )
 
     kind = type(config)
     is_vision_language = kind not in MODEL_FOR_CAUSAL_LM_MAPPING or _has_tower(config.to_dict())
     is_known = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if is_vision_language and not is_known and kind in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
     return AutoModelForImageTextToText if is_vision_language and is_known else AutoModelForCausalLM
 
 

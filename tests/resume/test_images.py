@@ -1,11 +1,11 @@
-"""Runs with images in flight that are killed go on bit for bit."""
+"""Runs with images or audios in flight that are killed go on bit for bit."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tests import tiny_vision
+from tests import tiny_audio, tiny_vision
 from tests.resume.harness import DROPOUT, LAYOUTS, LORA, Case, Output
 
 pytestmark = pytest.mark.slow
@@ -21,17 +21,25 @@ CASES = {
     "GLM-4V, CP2, megatron-core's format": (f"--context_parallel_size 2 {ALL} --save_safetensors false", False),
     "Qwen3.5, TP2": (f"{LAYOUTS['TP2']} {ALL}", False),
     "InternVL, TP2": (f"{LAYOUTS['TP2']} {ALL} --streaming true", False),
+    "Qwen3-ASR, PP2, megatron-core's format": (f"{LAYOUTS['PP2']} {ALL} --save_safetensors false", False),
+    "Qwen3-ASR, TP2, streamed": (f"{LAYOUTS['TP2']} {ALL} --streaming true", False),
     "Mistral 3, PP2, megatron-core's format": (f"{LAYOUTS['PP2']} {ALL} --save_safetensors false", False),
 }
 # Keyed by the beginning of a case's name; other cases have Qwen3-VL.
-MODELS = {"GLM-4V": "glm4v", "Qwen3.5": "qwen3_5", "Mistral 3": "mistral3", "InternVL": "internvl"}
+MODELS = {
+    "GLM-4V": "glm4v",
+    "Qwen3.5": "qwen3_5",
+    "Mistral 3": "mistral3",
+    "InternVL": "internvl",
+    "Qwen3-ASR": "qwen3_asr",
+}
 
 
 @pytest.fixture(scope="module")
 def images(place: Path) -> Path:
-    """Adds a vision-language model and rows with 0 to 3 images to the folder of the other tests."""
+    """Adds models with towers, and rows with 0 to 3 images or audios, to the folder of the other tests."""
     for model in ("qwen3_vl", *MODELS.values()):
-        tiny_vision.FAMILIES[model](place / model)
+        (tiny_vision.FAMILIES | tiny_audio.FAMILIES)[model](place / model)
     for number in range(9):
         tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place / f"{number}.png")
     rows = [
@@ -45,6 +53,13 @@ def images(place: Path) -> Path:
         for number in range(40)
     ]
     (place / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for number in range(9):
+        sound = tiny_audio.sound(3000 + 4000 * number, number)
+        (place / f"{number}.wav").write_bytes(tiny_audio.wav(sound))
+    for row in rows:
+        row["messages"][0]["content"] = row["messages"][0]["content"].replace("<image>", "<audio>")
+        row["audios"] = [name.replace("png", "wav") for name in row.pop("images")]
+    (place / "audios.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
 
 
@@ -59,7 +74,7 @@ def test_killed_and_resumed(name, images):
         flags,
         MODELS.get(name.partition(",")[0], "qwen3_vl"),
         steps=6,
-        command="sft --dataset images.jsonl",
+        command=f"sft --dataset {'audios' if name.startswith('Qwen3-ASR') else 'images'}.jsonl",
     )
     output = Output(case)
     assert output.run({"rank": 0, "label": "step 4", "count": 1, "how": "kill"}).killed
