@@ -77,7 +77,7 @@ For every family:
 - other quantizations (bitsandbytes, GPTQ, AWQ): they were made for inference, and differ from the trained weights;
 - pickled weights (`pytorch_model.bin`): a pickle runs code when it is read. Save the model again as safetensors;
 - architectures with code of their own (`trust_remote_code`);
-- audio towers, and vision towers of other architectures than those above.
+- vision and audio towers of other architectures than those above.
 """
 
 
