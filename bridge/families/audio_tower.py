@@ -12,7 +12,7 @@ SUPPORTED = {
     "scale_embedding": (False,),
     "activation_function": ACTIVATIONS,
 }
-# Of the Omni models' and Qwen3-ASR's class, where three convolutions are over time and frequency.
+# Of Qwen3-Omni's class, where three convolutions are over time and frequency.
 DEFAULTS_2D: HfConfig = {
     "num_mel_bins": 128,
     "encoder_layers": 32,
@@ -74,6 +74,26 @@ def audio_with_2d_convolutions(config: HfConfig, *, masks: str) -> Audio:
         block_chunks=config["n_window_infer"] // chunk,
         channels=config["downsample_hidden_size"],
         masks=masks,
+    )
+
+
+def audio_with_1d_convolutions(config: HfConfig) -> Audio:
+    """Return the tower of Qwen2.5-Omni's audio_config, where a chunk attends to itself."""
+    return Audio(
+        num_layers=config["encoder_layers"],
+        hidden_size=config["d_model"],
+        ffn_hidden_size=config["encoder_ffn_dim"],
+        num_heads=config["encoder_attention_heads"],
+        output_size=config["output_dim"],
+        eps=EPS,
+        activation=config["activation_function"],
+        key_bias=False,
+        mel_bins=config["num_mel_bins"],
+        chunk=2 * config["n_window"],
+        block_chunks=1,
+        masks="always",
+        pools=True,
+        projector_hidden=False,
     )
 
 

@@ -24,7 +24,7 @@ class AudioProcessor:
     """
 
     def __init__(self, folder: Path, family: AudioFamily, config: dict[str, Any], *, allow_private: bool):
-        self.family, self._config, self._allow_private = family, config, allow_private
+        self._config, self._allow_private = config, allow_private
         self._extractor = load_extractor(folder)
         self.rate: int = self._extractor.sampling_rate
         self.mel_bins: int = self._extractor.feature_size
@@ -34,7 +34,7 @@ class AudioProcessor:
     def fingerprint(self) -> list[Any]:
         """All that determines the tokens of audios."""
         extractor = self._extractor
-        return [self.family.tokens, self._chunk, self.rate, extractor.hop_length, extractor.n_samples, self._least]
+        return [self._chunk, self.rate, extractor.hop_length, extractor.n_fft, self._least]
 
     @property
     def _least(self) -> int:
@@ -44,19 +44,13 @@ class AudioProcessor:
     def frames(self, medium: Medium) -> int:
         """Return the frames of an audio's spectrogram, from its header. Raises UnusableRow with the reason."""
         samples = audio_info(medium.source, allow_private=self._allow_private).resampled(self.rate)
-        extractor = self._extractor
-        if self.family.pads and samples > extractor.n_samples:
-            raise UnusableRow(f"an audio is longer than {extractor.n_samples / self.rate:g} seconds, the model's limit")
         samples = max(samples, self._least)
-        frames = -(-samples // extractor.hop_length) if self.family.pads else samples // extractor.hop_length
-        if samples <= extractor.n_fft // 2 or not self.tokens(frames):
-            raise UnusableRow("an audio is shorter than a token")
-        return frames
+        if samples < max(self._extractor.hop_length, self._extractor.n_fft // 2 + 1):
+            raise UnusableRow("an audio is shorter than a frame of its spectrogram")
+        return samples // self._extractor.hop_length
 
     def tokens(self, frames: int) -> int:
         """Return the tokens of a spectrogram."""
-        if self.family.tokens == "pairs":
-            return (frames + 1) // 2 // 2
         return frames // self._chunk * _thrice_halved(self._chunk) + _thrice_halved(frames % self._chunk)
 
     def spectrogram(self, medium: Medium, frames: int) -> np.ndarray:
@@ -65,7 +59,7 @@ class AudioProcessor:
         features = self._extractor(
             samples,
             sampling_rate=self.rate,
-            padding="max_length" if self.family.pads else "longest",
+            padding="longest",
             truncation=False,
             return_attention_mask=True,
             return_tensors="np",
@@ -83,7 +77,7 @@ class AudioProcessor:
         """Return the relative time to encode an audio: products of matrices, and attention within windows."""
         config = self._config
         hidden, inner = config.get("d_model", 1280), config.get("encoder_ffn_dim", 5120)
-        positions = self.tokens(frames) * (2 if self.family.tokens == "pairs" else 1)
+        positions = self.tokens(frames)
         window = config.get("n_window_infer", self._chunk) * positions // max(frames, 1)
         matrices = 8 * hidden * hidden + 4 * hidden * inner
         return config.get("encoder_layers", 32) * positions * (matrices + 4 * hidden * min(window, positions))

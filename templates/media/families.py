@@ -30,14 +30,10 @@ GLM_IMAGE = Placeholder("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
 class AudioFamily:
     """What differs between the processors of audios.
 
-    tokens: "chunks": of each chunk of a spectrogram, halved three times; "pairs": means of two, after one halving
-    pads: the feature extractor pads an audio to its limit, and a frame that has only a part of its samples counts
-    window: default of n_window in audio_config, half a chunk in frames
+    window: default of n_window in audio_config, half a chunk of a spectrogram in frames
     """
 
     placeholder: Placeholder
-    tokens: Literal["chunks", "pairs"] = "chunks"
-    pads: bool = False
     window: int = 50
 
 
