@@ -18,6 +18,7 @@ class AudioFlops:
     layers: int  # weights that a position is multiplied by
     merger: int  # those that a feature is multiplied by
     pair: int  # forward FLOPs of a pair of positions, over all layers
+    pooled: int  # positions of a feature
     trains_layers: bool
     trains_mergers: bool
 
@@ -42,6 +43,7 @@ class AudioFlops:
             layers=audio.num_layers * (4 * hidden**2 + 2 * hidden * audio.ffn_hidden_size),
             merger=hidden * audio.output_size + (hidden**2 if audio.projector_hidden else 0),
             pair=4 * hidden * audio.num_layers,
+            pooled=2 if audio.pools else 1,
             trains_layers=trains_layers,
             trains_mergers=trains_mergers,
         )
@@ -56,4 +58,4 @@ class AudioFlops:
         attention = self.pair * positions * min(self.block, positions)
         layers = 2 * (self.convolutions * chunks + self.layers * positions) + attention
         passes = 1 + self.trains_mergers + self.trains_layers
-        return layers * (3 if self.trains_layers else 1) + 2 * self.merger * positions * passes
+        return layers * (3 if self.trains_layers else 1) + 2 * self.merger * (positions // self.pooled) * passes

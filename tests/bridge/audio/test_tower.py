@@ -116,3 +116,22 @@ def test_the_same_class_is_the_tower_of_omni_models(kind: str, frames: list[int]
         gradient = whole(table[name], gradients, tuple(parameter.shape), about)
         assert parameter.grad is not None
         assert (parameter.grad - gradient).norm() < 5e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("frames", [200, 400])
+def test_flops_are_those_that_torch_counts(frames: int) -> None:
+    """Of whole chunks, whose convolutions have no padding but their own."""
+    from megaswift.tasks.observability.audio_flops import AudioFlops
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = FAMILIES["qwen3_asr"]().audio_config.to_dict()
+    for audio in (audio_with_2d_convolutions(config, masks="never"), audio_with_1d_convolutions(config)):
+        settings: Any = SimpleNamespace(params_dtype=torch.float32, attention_kernel="torch")
+        tower = TowerPart(None, audio, settings, torch.device("cpu")).audio
+        assert tower is not None
+        plan = plan_audios([frames], audio, torch.device("cpu"))
+        flops = AudioFlops.of(audio, trains_layers=True, trains_mergers=True)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            tower.merge(tower.encode(torch.zeros(frames, BINS), plan), plan)
+        assert flops.forward(frames) == counter.get_total_flops()
