@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.bridge.audio import BINS, FAMILIES, WINDOW
-from tests.bridge.families.reference import _by_names_in_files, _gradient, _noise, _write
+from tests.bridge.families.reference import _by_names_in_files, _noise, _write, gradient
 from tests.bridge.vision import AUDIO, END, START
 from tests.bridge.vision.reference import MediaDocument
 from tests.tiny_vision import mean_of
@@ -95,5 +95,5 @@ def make(folder: Path, family: str) -> None:
     model.save_pretrained(folder / "fp32")
     _write(folder / "fp32", load_file(folder / "fp32" / "model.safetensors"))
     (loss / count).backward()
-    gradients = _by_names_in_files(model, {name: _gradient(p) for name, p in model.named_parameters()})
+    gradients = _by_names_in_files(model, {name: gradient(p) for name, p in model.named_parameters()})
     torch.save({"log_probs": log_probs, "gradients": gradients, "packs": packs}, folder / "reference.pt")

@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.bridge.families.reference import (
     SMALLEST_MARGIN,
     _by_names_in_files,
-    _gradient,
     _noise,
     _write,
+    gradient,
     routing_margins,
 )
 from tests.bridge.vision import AUDIO, BREAK, END, FAMILIES, IMAGE, START, TILE, VIDEO
@@ -216,7 +216,7 @@ def make(folder: Path, family: str) -> None:
     model.save_pretrained(folder / "fp32")
     _write(folder / "fp32", _as_on_the_hub(load_file(folder / "fp32" / "model.safetensors")))
     (loss / count).backward()
-    gradients = _by_names_in_files(model, {name: _gradient(p) for name, p in model.named_parameters()})
+    gradients = _by_names_in_files(model, {name: gradient(p) for name, p in model.named_parameters()})
     gradients = _as_on_the_hub(gradients)
     torch.save({"log_probs": log_probs, "gradients": gradients, "packs": packs}, folder / "reference.pt")
 
