@@ -38,6 +38,7 @@ from . import (
     minimax_m2,
     ministral3,
     mistral,
+    mistral4,
     mixtral,
     nemotron,
     nemotron_h,
@@ -73,7 +74,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
         glm4v_text, glm4v_moe_text, qwen3_asr, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
-        deepseek_v32, glm_moe_dsa, nemotron_h,
+        deepseek_v32, glm_moe_dsa, nemotron_h, mistral4,
     )
 )  # fmt: skip
 

@@ -37,6 +37,11 @@ TEXT_DEFAULTS = DEFAULTS | {
 
 def architecture(config: HfConfig) -> Architecture:
     config = fill_rope(config, ROPE)
+    return describe_mistral(config, config.get("sliding_window"), query_growth=query_growth(config))
+
+
+def query_growth(config: HfConfig) -> QueryGrowth:
+    """Read how queries grow. Raises ValueError if the rope's settings do not say it."""
     settings = config.get("rope_scaling") or config["rope_parameters"]
     rate, step = (settings.get(key) for key in ("llama_4_scaling_beta", "original_max_position_embeddings"))
     if rate is None or not step:
@@ -44,7 +49,7 @@ def architecture(config: HfConfig) -> Architecture:
             "config.json has rope_parameters without llama_4_scaling_beta or original_max_position_embeddings: these "
             "say how queries grow. Set both; llama_4_scaling_beta 0.0 is no growth"
         )
-    return describe_mistral(config, config.get("sliding_window"), query_growth=QueryGrowth(rate, step))
+    return QueryGrowth(rate, step)
 
 
 FAMILY = Family(

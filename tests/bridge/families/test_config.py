@@ -195,6 +195,7 @@ def test_which_layers_have_experts(step, dense):
         ("glm_moe_dsa", {"layer_types": ["full_attention"] * 78}, "one for each of the 78 layers, deepseek_sparse_at"),
         ("glm_moe_dsa", {"index_topk_pattern": "SF" * 39}, "set full or shared for each of the 78 layers, full first"),
         ("glm_moe_dsa", {"indexer_types": ["full", "half"]}, r"indexer_types \['full', 'half'\]: set full or shared"),
+        ("mistral4", {"rope_parameters": {"rope_theta": 1e4}}, "without llama_4_scaling_beta or original_max_pos"),
         ("nemotron_h", {"moe_latent_size": 1024}, "moe_latent_size 1024"),
         ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 True; this family is supported with False only"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "layer_types .*'X'.*: set one for each of the 3 layers"),
@@ -306,10 +307,10 @@ def test_text_models_of_one_vision_language_architecture():
     """The text model's own type says which; without one it is Mistral, as in transformers."""
     config = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
     assert family_of(config | {"text_config": {}}).name == "mistral"
-    for name in ("mistral", "ministral3"):
+    for name in ("mistral", "ministral3", "mistral4"):
         assert family_of(config | {"text_config": {"model_type": name}}).name == name
-    with pytest.raises(ValueError, match="Mistral3ForConditionalGeneration with the text model 'mistral4', which"):
-        family_of(config | {"text_config": {"model_type": "mistral4"}})
+    with pytest.raises(ValueError, match="Mistral3ForConditionalGeneration with the text model 'mistral5', which"):
+        family_of(config | {"text_config": {"model_type": "mistral5"}})
 
 
 def test_weights_of_another_model(tmp_path):

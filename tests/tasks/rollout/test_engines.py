@@ -194,13 +194,16 @@ def test_a_replica_takes_a_checkpoints_tensors_as_from_pretrained_does(family, t
     check_replica(tiny.save(tmp_path, family))
 
 
-UNSEEN = "gemma3_text within", "gemma4_text within", "ministral3 within", "mistral within"
+UNSEEN = "gemma3_text within", "gemma4_text within", "ministral3 within", "mistral within", "mistral4 within"
+ALONE = ("mistral4",)  # transformers makes this text model within a vision-language model only
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in tinies() if name not in FEW])
 def test_replicas_of_every_family(name, tmp_path):
     reference.make(tmp_path, tinies()[name])
+    if name in ALONE:
+        pytest.skip("transformers' AutoModelForCausalLM does not make it")
     if name in UNSEEN:
         pytest.skip("the other tensors of this folder are no vision tower's")
     check_replica(tmp_path / "fp32")
