@@ -40,10 +40,18 @@ class EncodedPrompt:
 
 
 def open_vision(folder: Path, options: MediaOptions) -> VisionProcessor | None:
-    """Return the processor of images and videos in `folder`; None without its files, and for other families."""
+    """Return the processor of images and videos in `folder`; None without its files, and for other families.
+
+    Raises ValueError for a model of audios.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
         return None
+    if FAMILIES[config["model_type"]].image is None:
+        raise ValueError(
+            f"--model {folder}: this version trains {config['model_type']}, but does not answer with it. Use "
+            "transformers."
+        )
     return VisionProcessor.open(folder, load_tokenizer(folder), options)
 
 

@@ -100,11 +100,11 @@ def _media_readers(
 
     allowed, limits = options.allowed_local_media_path, options.vllm_limit_mm_per_prompt
     vision = VisionProcessor.open(folder, load_tokenizer(folder), MediaOptions())
-    if allowed and vision is None:
+    if allowed and (vision is None or vision.family.image is None):
         raise ValueError(f"--allowed_local_media_path {allowed}: the model takes no images. Remove it.")
     if allowed and not Path(allowed).expanduser().is_dir():
         raise ValueError(f"--allowed_local_media_path {allowed}: no such folder. Set one that exists.")
-    if vision is None:
+    if vision is None or vision.family.image is None:
         return None, None
     images = ImageReader(vision, Path(allowed).expanduser() if allowed else None)
     if vision.video_token_id is None:
