@@ -3,121 +3,34 @@
 Every tensor is random, dimensions differ from one another, and the vocabulary is odd, as in tests/tiny.py.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.bridge.families import VOCAB
-
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
-SPECIAL += ["<|image_pad|>", "<|video_pad|>"]
-MISTRAL_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
-MISTRAL_SPECIAL += ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-INTERN_NAMES = {
-    "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
-    "video_token": "<video>",
-}  # fmt: skip
-INTERN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *INTERN_NAMES.values()]
-GLM_SPECIAL = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"]
-GLM_SPECIAL += [f"<|{place}_of_{kind}|>" for kind in ("image", "video") for place in ("begin", "end")]
-GLM_SPECIAL += ["<|image|>", "<|video|>"]
-VOCABULARY = VOCAB + 100  # of the tokenizer; the model's is two rows larger
-
-# Those of the published checkpoints, without tools and without numbers of pictures.
-QWEN2_VL_TEMPLATE = """\
-{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system
-You are a helpful assistant.<|im_end|>
-{% endif %}<|im_start|>{{ message['role'] }}
-{% if message['content'] is string %}{{ message['content'] }}<|im_end|>
-{% else %}{% for content in message['content'] %}\
-{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}\
-<|vision_start|><|image_pad|><|vision_end|>\
-{% elif content['type'] == 'video' or 'video' in content %}<|vision_start|><|video_pad|><|vision_end|>\
-{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-QWEN3_VL_TEMPLATE = """\
-{%- macro render(content) -%}
-    {%- if content is string -%}{{- content -}}
-    {%- else -%}
-        {%- for item in content -%}
-            {%- if item.type == 'image' or 'image' in item -%}<|vision_start|><|image_pad|><|vision_end|>
-            {%- elif item.type == 'video' or 'video' in item -%}<|vision_start|><|video_pad|><|vision_end|>
-            {%- elif 'text' in item -%}{{- item.text -}}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
-{%- endmacro -%}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\\n' + render(message.content) + '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif -%}
-"""
-GLM_TEMPLATE = """\
-[gMASK]<sop>
-{%- for message in messages %}
-{{- '\\n' if message.role == 'assistant' else '' }}<|{{ message.role }}|>{{ '\\n' }}\
-{% if message.content is string %}{{ message.content }}
-{%- else %}{% for item in message.content %}\
-{% if item.type == 'image' or 'image' in item %}<|begin_of_image|><|image|><|end_of_image|>\
-{% elif item.type == 'video' or 'video' in item %}<|begin_of_video|><|video|><|end_of_video|>\
-{% elif 'text' in item %}{{ item.text }}{% endif %}{% endfor %}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '\\n<|assistant|>\\n' }}{%- endif %}"""
-
-# That of Mistral Small 3.1, without tools and without the names of wrong roles.
-MISTRAL_TEMPLATE = """\
-{{- bos_token }}
-{%- for message in messages %}
-{%- if message.role == 'system' %}{{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
-{%- elif message.role == 'user' %}{{- '[INST]' }}
-{%- if message.content is string %}{{- message.content }}
-{%- else %}{% for block in message.content %}
-{%- if block.type == 'text' %}{{- block.text }}
-{%- elif block.type in ['image', 'image_url'] %}{{- '[IMG]' }}
-{%- else %}{{- raise_exception('Only text and image blocks are supported in message content!') }}{% endif %}
-{%- endfor %}{% endif %}{{- '[/INST]' }}
-{%- else %}{{- (message.content if message.content is string else message.content[0].text) + eos_token }}{% endif %}
-{%- endfor %}"""
-
-INTERN_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\n' }}
-{%- if message.content is string %}{{- message.content }}
-{%- else %}{% for item in message.content %}
-{%- if item.type == 'image' %}{{- '<IMG_CONTEXT>\n' }}
-{%- elif item.type == 'video' %}{{- '<video>\n' }}
-{%- elif item.type == 'text' %}{{- item.text }}{% endif %}
-{%- endfor %}{% endif %}
-{{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-
-
-def tokenizer(special: list[str] = SPECIAL, eos: str = "<|im_end|>", **names: str):
-    """Return a byte-level BPE with special tokens, by default those of Qwen's vision-language models.
-
-    names: attributes of the tokenizer, and their tokens
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    bpe: Any = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    words = "user assistant system what colour is the shape? a red circle, a blue square, a picture of the sky."
-    bpe.train_from_iterator([words] * 10, trainer)
-    bos, pad = ("<s>", "<pad>") if "<s>" in special else (None, "<|endoftext|>")
-    settings: Any = {"extra_special_tokens": names} if names else {}
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, pad_token=pad, **settings)
+from tests.tiny_vision_text import (
+    GEMMA_NAMES,
+    GEMMA_SPECIAL,
+    GEMMA_TEMPLATE,
+    GLM_SPECIAL,
+    GLM_TEMPLATE,
+    INTERN_NAMES,
+    INTERN_SPECIAL,
+    INTERN_TEMPLATE,
+    KIMI_SPECIAL,
+    KIMI_TEMPLATE,
+    LLAVA_SPECIAL,
+    LLAVA_TEMPLATE,
+    MISTRAL_SPECIAL,
+    MISTRAL_TEMPLATE,
+    QWEN2_VL_TEMPLATE,
+    QWEN3_VL_TEMPLATE,
+    SPECIAL,
+    VOCABULARY,
+    tokenizer,
+)
 
 
 def picture(width: int, height: int, seed: int = 0):
@@ -353,7 +266,111 @@ def internvl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, InternVLForConditionalGeneration, config, processor, seed)
 
 
+def kimi_vl(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny Kimi-VL with its processor to a folder and return it."""
+    from tests.kimi_vl import KimiVLConfig, KimiVLForConditionalGeneration, KimiVLProcessor
+
+    vocabulary = tokenizer(KIMI_SPECIAL)
+    vocabulary.chat_template = KIMI_TEMPLATE
+    half = [0.5] * 3
+    settings = {
+        "patch_size": 14, "merge_kernel_size": [2, 2], "in_token_limit": 120, "pad_input": True,
+        "image_mean": half, "image_std": half, "auto_map": {"AutoProcessor": "processing_kimi_vl.KimiVLProcessor"},
+    }  # fmt: skip
+    latent = {
+        "num_key_value_heads": 4, "kv_lora_rank": 18, "q_lora_rank": None, "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 8, "v_head_dim": 14, "moe_intermediate_size": 24, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "init_pos_emb_height": 5, "init_pos_emb_width": 5,
+    }  # fmt: skip
+    config = KimiVLConfig(
+        _text({"rope_type": "default", "rope_theta": 500.0}) | latent,
+        vision,
+        vocabulary.convert_tokens_to_ids("<|media_pad|>"),
+    )
+    return _save(folder, KimiVLForConditionalGeneration, config, KimiVLProcessor(vocabulary, settings), seed)
+
+
+def gemma3(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny Gemma 3 with its processor to a folder and return it. Its images have four tokens."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3ImageProcessor, Gemma3Processor
+
+    vocabulary = tokenizer(GEMMA_SPECIAL, eos="<eos>", **GEMMA_NAMES)
+    processor = Gemma3Processor(
+        Gemma3ImageProcessor(size={"height": 56, "width": 56}),
+        vocabulary,
+        chat_template=GEMMA_TEMPLATE,
+        image_seq_length=4,
+    )
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    }
+    text = {
+        "head_dim": 16, "query_pre_attn_scalar": 11, "sliding_window": 13, "bos_token_id": 2, "eos_token_id": 1,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+    }  # fmt: skip
+    ids = {
+        f"{kind}_token_index": vocabulary.convert_tokens_to_ids(GEMMA_NAMES[f"{kind}_token"])
+        for kind in ("boi", "image", "eoi")
+    }
+    config = Gemma3Config(
+        text_config=_text(ropes) | text,
+        vision_config={
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 56,
+            "patch_size": 14,
+            "image_size": 56,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=4,
+        **ids,
+    )
+    return _save(folder, Gemma3ForConditionalGeneration, config, processor, seed)
+
+
+def llava(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny LLaVA 1.5 with its processor to a folder and return it. Its images have four tokens."""
+    from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+
+    vocabulary = tokenizer(LLAVA_SPECIAL, eos="</s>")
+    processor = LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        vocabulary,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=LLAVA_TEMPLATE,
+    )
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    config = LlavaConfig(
+        text_config=_text({"rope_type": "default", "rope_theta": 500.0}) | {"model_type": "llama"} | ids,
+        vision_config={
+            "model_type": "clip_vision_model",
+            "num_hidden_layers": 4,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 56,
+            "patch_size": 14,
+            "image_size": 28,
+        },
+        image_token_index=vocabulary.convert_tokens_to_ids("<image>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    return _save(folder, LlavaForConditionalGeneration, config, processor, seed)
+
+
 FAMILIES = {
+    "llava": llava,
+    "gemma3": gemma3,
+    "kimi_vl": kimi_vl,
     "internvl": internvl,
     "mistral3": mistral3,
     "glm4v": glm4v,
@@ -381,6 +398,30 @@ def _text(rope: dict) -> dict:
     }
 
 
+def processor_of(folder: Path) -> Any:
+    """Return the processor of a checkpoint: transformers', or that of tests/kimi_vl.py."""
+    from transformers import AutoProcessor
+
+    from tests.kimi_vl import KimiVLProcessor
+
+    return (KimiVLProcessor if _is_kimi_vl(folder) else AutoProcessor).from_pretrained(folder)
+
+
+def model_of(folder: Path) -> Any:
+    """Return the model of a checkpoint in fp32: transformers', or that of tests/kimi_vl.py."""
+    from transformers import AutoModelForImageTextToText
+
+    from tests.kimi_vl import KimiVLForConditionalGeneration
+
+    if _is_kimi_vl(folder):
+        return KimiVLForConditionalGeneration.from_pretrained(folder)
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+
+
+def _is_kimi_vl(folder: Path) -> bool:
+    return json.loads((folder / "config.json").read_text())["model_type"] == "kimi_vl"
+
+
 def _token_ids(vocabulary) -> dict[str, int]:
     names = {
         "image_token_id": "<|image_pad|>",
@@ -393,7 +434,7 @@ def _token_ids(vocabulary) -> dict[str, int]:
 
 def _save(folder: Path, kind, config, processor, seed: int) -> Path:
     """Write a model in fp32 with every parameter random: matrices of std 0.2, norms about 1, biases too."""
-    model = kind._from_config(config, dtype=torch.float32)
+    model = kind._from_config(config, dtype=torch.float32) if hasattr(kind, "_from_config") else kind(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -420,7 +461,10 @@ def _transpose_experts(file: Path) -> None:
 
     tensors = load_file(file)
     save_file(
-        {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()},
+        {
+            name: t.transpose(1, 2).contiguous() if ".experts." in name and t.dim() == 3 else t
+            for name, t in tensors.items()
+        },
         file,
         metadata={"format": "pt"},
     )

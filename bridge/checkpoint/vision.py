@@ -15,6 +15,9 @@ FIRST_TENSORS = (
     "audio_tower.conv2d1.weight",
     "visual.patch_embed.proj.weight",
     "vision_tower.patch_conv.weight",
+    "vision_tower.patch_embed.proj.weight",
+    "vision_tower.embeddings.patch_embedding.weight",
+    "vision_tower.vision_model.embeddings.patch_embedding.weight",
     "vision_tower.embeddings.patch_embeddings.projection.weight",
 )
 TOWER_PARTS = "visual.", "vision_tower.", "audio_tower.", "multi_modal_projector."  # in names of modules

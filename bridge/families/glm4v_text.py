@@ -60,6 +60,7 @@ def vision(hf_config: HfConfig) -> Vision:
         patch_norm=True,
         grid_side=config["image_size"] // config["patch_size"],
         interpolation="bicubic",
+        final_norm=True,
         gated_merger_size=config["intermediate_size"],
     )
 

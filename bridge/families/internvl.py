@@ -97,6 +97,7 @@ def vision(hf_config: HfConfig, text_defaults: HfConfig) -> Vision:
         qkv_bias=config["attention_bias"],
         grid_side=image // patch,
         class_token=True,
+        is_batched=True,
         layer_scale=True,
         projector=Projector(
             eps=1e-5, bias=True, activation=hf_config.get("projector_hidden_act", "gelu"), reduces_squares=False

@@ -40,6 +40,18 @@ def _separate_heads_together(length: int, ranks: int, architecture: Architecture
     return [Span(part, head * size, (head + 1) * size) for head in heads for part in range(3)]
 
 
+def _paired_heads_together(length: int, ranks: int, architecture: Architecture) -> list[Span]:
+    """Lay out the heads as `_heads_together`, of a rope that turns pairs of neighbours, of width and height in turns.
+
+    A pair of the tower's rope are elements of the two halves of a head, the planes of height before those of width.
+    """
+    spans = []
+    for number, span in enumerate(_heads_together(length, ranks, architecture)):
+        is_rotated = number % 3 < 2
+        spans += [Span(0, span.start + first, span.stop, 4) for first in (2, 0, 3, 1)] if is_rotated else [span]
+    return spans
+
+
 def common_settings(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of `Vision` that every tower's config has by the same names."""
     return {
@@ -56,6 +68,7 @@ def common_settings(config: HfConfig) -> dict[str, Any]:
 
 REPLICATED_GATE_UP = ShardingKind(None, _gate_then_up, ("gate", "up"))
 REPLICATED_QKV = ShardingKind(None, _heads_together)
+REPLICATED_PAIRED_QKV = ShardingKind(None, _paired_heads_together)
 REPLICATED_Q_K_V = ShardingKind(None, _separate_heads_together, ("q", "k", "v"))
 
 
@@ -129,8 +142,9 @@ def tower_mappings(
     table.linear("blocks.{layer}." + fc2, "layers.{layer}.linear_fc2", layers=layers, bias=bias)
     if vision.patch_norm:
         table.norm("post_conv_layernorm", "patch_norm")
-    if vision.gated_merger_size:
+    if vision.final_norm:
         table.norm("post_layernorm", "final_norm")
+    if vision.gated_merger_size:
         table.linear("downsample", "downsample", bias=True)
         table.linear(f"merger.{merger['proj']}", "merger.linear_proj", bias=False)
     places: list[tuple[str, str, tuple[int, ...] | None]] = [("merger", "merger", None)]

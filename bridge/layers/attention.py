@@ -134,6 +134,12 @@ class CoreAttention(MegatronModule):
             query = (query * scales[..., None, None]).to(query.dtype)
         if self.value_norm:
             value = F.rms_norm(value, value.shape[-1:], eps=self.config.layernorm_epsilon)
+        if documents.row_segments:
+            outputs = []
+            for number, by_span in enumerate(documents.row_segments):
+                q, k, v = (x[:, number : number + 1] for x in (query, key, value))
+                outputs.append(self._attend(q, k, v, by_span[self.span]))
+            return torch.cat(outputs, dim=1).flatten(2)
         segments = documents.segments[self.span]
         if self.inner is not None and self._is_supported_by_engine(segments):
             if packed:
@@ -150,7 +156,11 @@ class CoreAttention(MegatronModule):
                 output = run_module()
             return output.reshape(*query.shape[:-2], -1)
 
-        shape = query.shape[:1] if packed else query.shape[:2]
+        output = self._attend(query, key, value, segments).flatten(2)
+        return output.squeeze(1) if packed else output
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+        """Return the attention output without Transformer Engine: [sequence, batch, heads, dim], as the arguments."""
         if segments.key_index is not None:
             if self.cp_group.size() > 1:  # all-gather forward, reduce-scatter backward
                 key, value = (
@@ -158,24 +168,26 @@ class CoreAttention(MegatronModule):
                     for x in (key, value)
                 )
             key, value = (select_rows(x, segments.key_index) for x in (key, value))
-        if self.kernel != "sdpa" and query.shape[1] == 1 and not (self.training and self.dropout):
+        has_kernel = self.kernel != "sdpa" and segments.keys_ahead is None
+        if has_kernel and query.shape[1] == 1 and not (self.training and self.dropout):
             query, key, value = (x.squeeze(1) for x in (query, key, value))
             output = varlen_attention(
                 query, key, value, segments, self.softmax_scale, self.softmax_offset, self.score_cap
             )
-        elif self.training and self.dropout and not self.config.sequence_parallel:
+            return output.unsqueeze(1)
+        if self.training and self.dropout and not self.config.sequence_parallel:
             # Tensor-parallel ranks have different heads, so their dropout must differ.
             with get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
-                output = self._sdpa(query, key, value, segments)
-        else:
-            output = self._sdpa(query, key, value, segments)
-        return output.reshape(*shape, -1)
+                return self._sdpa(query, key, value, segments)
+        return self._sdpa(query, key, value, segments)
 
     def _is_supported_by_engine(self, segments: Segments) -> bool:
         """Return whether Transformer Engine supports this.
 
-        It supports no chunks and prefixes, and with context parallelism no windows for packs.
+        It supports no chunks, prefixes and blocks, and with context parallelism no windows for packs.
         """
+        if segments.keys_ahead is not None:
+            return False
         if self.cp_group.size() == 1:
             return not segments.chunked and segments.key_index is None
         return not segments.chunked and segments.window is None
@@ -194,11 +206,15 @@ class CoreAttention(MegatronModule):
         """Return the attention output, [sequence, batch, heads, dim], as are query, key and value."""
         outputs = []
         dropout = self.dropout if self.training else 0.0
-        for q, k, v in zip(
-            query.split(segments.queries), key.split(segments.keys), value.split(segments.keys), strict=True
+        for q, k, v, ahead in zip(
+            query.split(segments.queries),
+            key.split(segments.keys),
+            value.split(segments.keys),
+            segments.keys_ahead or [None] * len(segments.queries),
+            strict=True,
         ):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [batch, heads, length, dim]
-            mask = _mask(q.shape[2], k.shape[2], segments.window, q.device)
+            mask = _mask(q.shape[2], k.shape[2], segments.window, q.device, ahead)
             if self.softmax_offset is not None or self.score_cap is not None:
                 output = masked_attention(
                     q, k, v, mask, self.softmax_offset, self.softmax_scale, dropout, self.score_cap
@@ -257,9 +273,14 @@ class _SelectRows(torch.autograd.Function):
         return sums.index_add_(0, index, grad.float()).to(grad.dtype), None
 
 
-def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask [queries, keys] of attended keys, or None for causal. The last query and key are aligned."""
-    if queries == keys and (window is None or window >= keys):
+def _mask(queries: int, keys: int, window: int | None, device: torch.device, ahead: int | None) -> Tensor | None:
+    """Return the mask [queries, keys] of attended keys, or None for causal.
+
+    ahead: keys behind the last query, which all queries attend to; None: the mask is causal
+    """
+    if ahead is None and queries == keys and (window is None or window >= keys):
         return None
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return mask if window is None else mask.triu(keys - queries - window + 1)
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    first = keys - queries - (ahead or 0)  # key of the first query
+    mask = mask.tril(first) if ahead is None else mask
+    return mask if window is None else mask.triu(first - window + 1)

@@ -31,6 +31,9 @@ class Segments:
     document, or one chunk of it if the layer attends by chunks. With context parallelism a rank holds two parts of each
     document. A part attends to the keys from the start of the document, window or chunk to the part's end; `key_index`
     selects them from the gathered keys. Likewise a document with a prefix attends to the prefix's keys and its own.
+
+    With blocks that attend in both directions, a segment is a block, or the text between two of them. `keys_ahead` has
+    for each segment the number of its keys behind its last query; None: it is causal.
     """
 
     queries: list[int]  # length of each segment's queries
@@ -41,6 +44,7 @@ class Segments:
     key_index: Tensor | None
     window: int | None = None  # also None if no document is longer than the window
     chunked: bool = False  # whether a document was split into chunks
+    keys_ahead: list[int | None] | None = None  # None: all segments are causal
     tile_cache: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cache of `tiles`
 
     def tiles(self, size: int) -> tuple[Tensor, Tensor]:
@@ -59,12 +63,14 @@ def make_segments(
     device: torch.device,
     span: AttentionSpan = FULL_SPAN,
     prefixes: Sequence[int] = (),
+    blocks: Sequence[tuple[int, int]] = (),
 ) -> Segments:
     """Return this rank's segments.
 
     bounds [documents + 1]: boundaries of the documents in the full sequence, each divisible by 2 x cp_size.
     prefixes [documents]: document whose tokens precede those of each, -1: none; empty: no document has one, as under
         context parallelism
+    blocks: first and last + 1 position in the full sequence of tokens that attend to each other in both directions
     """
     assert not (prefixes and cp_size > 1)
     ranges = list(pairwise(bounds))
@@ -73,25 +79,29 @@ def make_segments(
         end - start + after - before for (start, end), (before, after) in zip(ranges, prefix_ranges, strict=True)
     )
     window, chunk = (limit if limit and limit < longest else None for limit in span)
-    queries, keys, key_positions = [], [], []
+    assert not (blocks and chunk)
+    queries, keys, key_positions, keys_ahead = [], [], [], []
     for (start, end), prefix in zip(ranges, prefix_ranges, strict=True):
         document_index = gathered_positions(start, end - start, bounds[-1], cp_size) if cp_size > 1 else None
-        if prefixes:
+        if prefixes or (blocks and cp_size == 1):
             document_index = torch.cat((torch.arange(*prefix), torch.arange(start, end)))
         begin = prefix[1] - prefix[0]
+        document_blocks = [(begin + low - start, begin + high - start) for low, high in blocks if start <= low < end]
         for first, last in _local_parts(end - start, cp_rank, cp_size):
-            for low, high in _split_at_chunks(begin + first, begin + last, chunk):
+            for low, high, key_end in _pieces(begin + first, begin + last, chunk, document_blocks):
                 first_key = low // chunk * chunk if chunk else 0  # the first key that the first query attends to
                 if window:
                     first_key = max(first_key, low - window + 1)
                 queries.append(high - low)
-                keys.append(high - first_key)
+                keys.append((key_end or high) - first_key)
+                keys_ahead.append(None if key_end is None else key_end - high)
                 if document_index is not None:
-                    key_positions.append(document_index[first_key:high])
+                    key_positions.append(document_index[first_key : key_end or high])
     key_index = to_device(torch.cat(key_positions), device) if key_positions else None
     query_ends = _cu_seqlens(queries, device)
     key_ends = query_ends if keys == queries else _cu_seqlens(keys, device)
-    return Segments(queries, keys, query_ends, key_ends, key_index, window, chunk is not None)
+    ahead = keys_ahead if blocks else None
+    return Segments(queries, keys, query_ends, key_ends, key_index, window, chunk is not None, ahead)
 
 
 def _make_tiles(segments: Segments, size: int) -> tuple[Tensor, Tensor]:
@@ -131,6 +141,27 @@ def _split_at_chunks(first: int, last: int, chunk: int | None) -> Iterator[tuple
         yield first, end
         first = end
     yield first, last
+
+
+def _pieces(
+    first: int, last: int, chunk: int | None, blocks: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, int | None]]:
+    """Yield the positions first..last of a document in ranges of a chunk, of a block or between blocks.
+
+    With each range comes the end of its block; None: it is of no block.
+    """
+    if not blocks:
+        yield from ((low, high, None) for low, high in _split_at_chunks(first, last, chunk))
+        return
+    for low, high in sorted(blocks):
+        begin, end = max(low, first), min(high, last)
+        if begin < end:
+            if first < begin:
+                yield first, begin, None
+            yield begin, end, high
+            first = end
+    if first < last:
+        yield first, last, None
 
 
 def gathered_positions(start: int, length: int, total: int, cp_size: int) -> Tensor:
@@ -175,6 +206,8 @@ class Documents(PackedSeqParams):
     """Documents of a micro batch, as every layer needs them."""
 
     segments: dict[AttentionSpan, Segments] = field(default_factory=dict)  # by the layers' attention spans
+    # Instead of `segments`, where blocks of images differ between padded rows: of each row.
+    row_segments: tuple[dict[AttentionSpan, Segments], ...] = ()
     rotary: tuple[RotaryTables, ...] = ()  # for each of Architecture.ropes
     positions: Tensor | None = None  # [sequence, batch], within documents
     next_positions: Tensor | None = None  # see `next_positions`; for mtp.py
@@ -196,6 +229,7 @@ def make_packed_seqs(
     cp_size: int = 1,
     rope_positions: Tensor | None = None,
     prefixes: Sequence[int] = (),
+    blocks: Sequence[tuple[int, int, int]] = (),
 ) -> Documents:
     """Return the documents of a micro batch.
 
@@ -203,7 +237,7 @@ def make_packed_seqs(
     rope_positions: [axes, batch, local sequence], on the device: positions of time, height and width for the ropes
     cu_seqlens: [documents + 1], on the CPU, boundaries in the full row; None: rows are padded instead of packed
     max_seqlen: length of the longest document
-    prefixes: as of `make_segments`
+    prefixes: as of `make_segments`. blocks: row, first and last + 1 position in the full row of each, as there
     """
     device = position_ids.device
     if cu_seqlens is None:
@@ -229,9 +263,15 @@ def make_packed_seqs(
         local_lengths = torch.tensor(lengths) // cp_size
         return to_device(torch.tensor(is_long).repeat_interleave(local_lengths), device)
 
+    by_row = [[(low, high) for row, low, high in blocks if row == number] for number in range(len(position_ids))]
+    segments = [
+        {span: make_segments(bounds, cp_rank, cp_size, device, span, prefixes, row_blocks) for span in set(spans)}
+        for row_blocks in (by_row if blocks else [()])
+    ]
     return Documents(
         **packed,
-        segments={span: make_segments(bounds, cp_rank, cp_size, device, span, prefixes) for span in set(spans)},
+        segments=segments[0],
+        row_segments=tuple(segments) if len(segments) > 1 else (),
         rotary=tuple(
             make_rotary_tables(position_ids if rope_positions is None else rope_positions, rope, select_long, dtype)
             for rope in ropes

@@ -2,7 +2,8 @@
 
 Every rank holds all of it and encodes media of its own; see model/vision_encoder.py. One class covers the towers that
 `Vision` describes. Qwen2-VL: https://arxiv.org/abs/2409.12191, Qwen2.5-VL: https://arxiv.org/abs/2502.13923, Qwen3-VL:
-https://arxiv.org/abs/2511.21631, GLM-4.1V: https://arxiv.org/abs/2507.01006, Pixtral: https://arxiv.org/abs/2410.07073.
+https://arxiv.org/abs/2511.21631, GLM-4.1V: https://arxiv.org/abs/2507.01006, Pixtral: https://arxiv.org/abs/2410.07073,
+MoonViT: https://arxiv.org/abs/2504.07491, SigLIP: https://arxiv.org/abs/2303.15343.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ..kernels import usable
 from ..kernels.weight_gradient import has_main_grad, linear
 from ..mapping.param_mapping import Projector, TowerLayers, Vision
-from .norm import LayerNorm, RMSNorm
+from .norm import LayerNorm, RMSNorm, ZeroCentredNorm
 from .patch_plan import Blocks, PatchPlan
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -33,7 +34,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # and the search takes longer than the kernel.
 LENGTH_STEP = 1024
 
-VISION_MODULES = "patch_embed", "patch_norm", "class_token", "position_embeddings", "layers", "final_norm", "downsample"
+VISION_MODULES = "patch_embed", "patch_norm", "class_token", "position_embeddings", "embedding_norm"
+VISION_MODULES += "layers", "final_norm", "downsample"
 MERGERS = "merger", "deep_mergers"
 
 
@@ -258,22 +260,42 @@ class Projection(nn.Module):
         self.square, size, output = vision.merge_size**2, vision.hidden_size, vision.output_size
         kinds = {"dtype": config.params_dtype, "device": device}
         self.activation = ACTIVATIONS[projector.activation]
-        self.linear_merge = None
+        self.linear_merge = self.norm = None
         if projector.reduces_squares:
             self.norm = RMSNorm(size, eps=projector.eps, **kinds)
             self.linear_merge = Linear(size * self.square, size, bias=False, **kinds)
         else:
             size *= self.square
-            self.norm = LayerNorm(size, eps=projector.eps, **kinds)
+            if projector.eps is not None:
+                self.norm = LayerNorm(size, eps=projector.eps, **kinds)
         self.linear_fc1 = Linear(size, output, bias=projector.bias, **kinds)
         self.linear_fc2 = Linear(output, output, bias=projector.bias, **kinds)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.linear_merge is None:
-            squares = self.norm(x.reshape(len(x) // self.square, -1))
+            squares = x.reshape(len(x) // self.square, -1)
+            squares = squares if self.norm is None else self.norm(squares)
         else:
-            squares = self.linear_merge(self.norm(x).unflatten(0, (-1, self.square)).transpose(1, 2).flatten(1))
+            x = x if self.norm is None else self.norm(x)
+            squares = self.linear_merge(x.unflatten(0, (-1, self.square)).transpose(1, 2).flatten(1))
         return self.linear_fc2(self.activation(self.linear_fc1(squares)))
+
+
+class PooledProjection(nn.Module):
+    """Projection of the normalized mean of a square: x [patches, hidden_size] -> [features, output_size].
+
+    The matrix is as Gemma 3's checkpoints have it, [hidden_size, output_size].
+    """
+
+    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device):
+        super().__init__()
+        self.square, size = vision.merge_size**2, vision.hidden_size
+        self.norm = ZeroCentredNorm(size, eps=vision.eps, dtype=config.params_dtype, device=device)
+        weight = torch.empty(size, vision.output_size, dtype=config.params_dtype, device=device)
+        self.projection = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.unflatten(0, (-1, self.square)).mean(1)) @ self.projection
 
 
 class Downsample(nn.Module):
@@ -324,10 +346,13 @@ class VisionTower(nn.Module):
         self.patch_embed = PatchEmbedding(vision, config, device)
         self.patch_norm = _norm(vision, vision.hidden_size, config, device) if vision.patch_norm else None
         self.position_embeddings = self.class_token = None
+        make_weight = partial(Weight, config=config, device=device)
         if vision.grid_side and vision.class_token:
-            make_weight = partial(Weight, config=config, device=device)
-            self.class_token = make_weight(1, 1, vision.hidden_size)
-            self.position_embeddings = make_weight(1, 1 + vision.grid_side**2, vision.hidden_size)
+            batch = (1,) if vision.is_batched else ()
+            self.class_token = make_weight(*2 * batch, vision.hidden_size)
+            self.position_embeddings = make_weight(*batch, 1 + vision.grid_side**2, vision.hidden_size)
+        elif vision.grid_side and vision.grid_axes == 2:
+            self.position_embeddings = make_weight(vision.grid_side, vision.grid_side, vision.hidden_size)
         elif vision.grid_side:
             rows = vision.grid_side**2
             self.position_embeddings = nn.Embedding(
@@ -335,13 +360,16 @@ class VisionTower(nn.Module):
                 vision.hidden_size,
                 _weight=torch.empty(rows, vision.hidden_size, dtype=config.params_dtype, device=device),
             )
+        self.embedding_norm = _norm(vision, vision.hidden_size, config, device) if vision.embedding_norm else None
         attention = make_attention(vision, config)
         self.layers = nn.ModuleList(TowerLayer(vision, config, device, attention) for _ in range(vision.num_layers))
-        self.final_norm = self.downsample = None
+        self.final_norm = _norm(vision, vision.hidden_size, config, device) if vision.final_norm else None
+        self.downsample = None
         if vision.gated_merger_size:
-            self.final_norm = _norm(vision, vision.hidden_size, config, device)
             self.downsample = Downsample(vision, config, device)
             self.merger = GatedMerger(vision, config, device)
+        elif vision.pools_squares:
+            self.merger = PooledProjection(vision, config, device)
         elif vision.projector is not None:
             self.merger = Projection(vision, vision.projector, config, device)
         else:
@@ -349,7 +377,7 @@ class VisionTower(nn.Module):
         self.deep_mergers = nn.ModuleList(Merger(vision, config, device, norms_square=True) for _ in vision.deep_layers)
 
     def encode(self, patches: Tensor, plan: PatchPlan) -> list[Tensor]:
-        """Return what the mergers take: the output of the last layer or `downsample`, then those of `deep_layers`.
+        """Return what the mergers take: the output of the tower's last module, then those of `deep_layers`.
 
         patches [patches, channels * frames * side * side], normalized -> [patches + padding, hidden_size] each, or
         [features + padding, output_size] of `downsample`
@@ -364,8 +392,10 @@ class VisionTower(nn.Module):
             x = x + F.embedding_bag(plan.taps, table, mode="sum", per_sample_weights=plan.tap_weights.to(table.dtype))
             if self.class_token is not None:
                 assert plan.row_order is not None
-                token = self.class_token.weight[0] + table[:1]
+                token = self.class_token.weight.view(1, -1) + table[:1]
                 x = torch.cat((token.expand(len(plan.row_order) - len(x), -1), x))[plan.row_order]
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         if plan.patch_order is not None:
             x = x[plan.patch_order]
         states = {}
@@ -376,8 +406,10 @@ class VisionTower(nn.Module):
                 states[number] = x
         if plan.patch_rows is not None:
             x = x[plan.patch_rows]
-        if self.final_norm is not None and self.downsample is not None:
-            x = self.downsample(self.final_norm(x))
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        if self.downsample is not None:
+            x = self.downsample(x)
         return [x, *(states[number] for number in self.vision_settings.deep_layers)]
 
     def merge(self, states: list[Tensor], plan: PatchPlan) -> Tensor:

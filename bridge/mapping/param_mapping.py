@@ -86,7 +86,7 @@ class Mamba(NamedTuple):
 class Projector(NamedTuple):
     """Merger whose MLP has the width of the language model."""
 
-    eps: float  # epsilon of the norm before it
+    eps: float | None  # epsilon of the norm before it; None: there is no norm
     bias: bool  # the MLP's linear layers have biases
     activation: str
     # An RMS norm on each patch and a linear layer that reduces a square to `hidden_size` are before the MLP; else a
@@ -148,8 +148,9 @@ class Vision(TowerLayers):
     """Vision tower: a transformer over patches of images and videos, and mergers to features of the language model.
 
     A merger concatenates the patches of a square of `merge_size` x `merge_size`, and is an MLP with one hidden layer.
-    With `gated_merger_size`, a norm and a convolution over each square end the tower, and the merger is a projection, a
-    norm and a gated MLP. `projector` is another form of it.
+    With `gated_merger_size`, a convolution over each square ends the tower, and the merger is a projection, a norm and
+    a gated MLP. `projector` is another form of it; with `pools_squares` it is the mean of a square, a norm that adds 1
+    to its weights, and a matrix.
     """
 
     patch_size: int  # pixels
@@ -163,7 +164,11 @@ class Vision(TowerLayers):
     patch_bias: bool = True
     patch_norm: bool = False  # a norm on embedded patches, before position embeddings are added
     grid_side: int | None = None  # side of a grid of learned position embeddings, which is resampled
+    grid_axes: int = 1  # axes of that table in checkpoints: one of rows, or height and width
     class_token: bool = False  # a learned token in front of each image or frame; it has the grid's first embedding
+    is_batched: bool = False  # class token and position embeddings have an axis of one image in checkpoints
+    embedding_norm: bool = False  # a norm on class tokens and patches with their position embeddings
+    final_norm: bool = False  # a norm behind the last layer
     # "bilinear": the ends of the grid are the first and the last patch; or "bicubic": the ends of their areas
     interpolation: str = "bilinear"
     full_layers: tuple[int, ...] = ()
@@ -172,6 +177,7 @@ class Vision(TowerLayers):
     deep_layers: tuple[int, ...] = ()
     gated_merger_size: int | None = None  # hidden size of the merger's gated MLP
     projector: Projector | None = None
+    pools_squares: bool = False
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class ModelInputs:
     rope_positions: Tensor | None = None
     media: MediaFeatures | None = None  # features of the visual tokens
     prefixes: Tensor | None = None  # [documents] int64, CPU: document whose tokens precede those of each; -1: none
+    # [blocks, 3] int64, CPU: row, first and last + 1 position in the full row of tokens that attend to each other
+    blocks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class Model:
             cp_size=cp_size,
             rope_positions=inputs.rope_positions,
             prefixes=() if inputs.prefixes is None else inputs.prefixes.tolist(),
+            blocks=() if inputs.blocks is None else inputs.blocks.tolist(),
         )
         if inputs.loss_positions is not None:
             documents.loss_positions = to_device(inputs.loss_positions, device)

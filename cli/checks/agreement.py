@@ -48,7 +48,7 @@ TEMPLATES = {
     "llama4": "<|header_start|>",
     "deepseek": "User:",
     **dict.fromkeys(("deepseek_v2_5", "deepseek_r1", "deepseek_v3_1"), "<\uff5cUser\uff5c>"),
-    **dict.fromkeys(("moonlight", "kimi_k2"), "<|im_user|>"),
+    **dict.fromkeys(("moonlight", "kimi_k2", "kimi_vl"), "<|im_user|>"),
     **dict.fromkeys(("glm4", "glm4_5", "glm4_7", "glm4_z1_rumination"), "<|user|>"),
     **dict.fromkeys(("mistral_nemo", "mistral_2501"), "[INST]"),
     **dict.fromkeys(("gemma", "gemma3_text", "gemma3_vision"), "<start_of_turn>"),

@@ -185,6 +185,8 @@ class VisionFlops:
         if vision.projector:
             inputs, reduction = (hidden, merged * hidden) if vision.projector.reduces_squares else (merged, 0)
             mergers = reduction + inputs * output + output**2
+        if vision.pools_squares:
+            mergers = hidden * output
         full = len(vision.full_layers) if vision.window else vision.num_layers
         return cls(
             layers=patch + vision.num_layers * (4 * hidden**2 + matrices * hidden * vision.ffn_hidden_size),

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerB
 
 from ...bridge import runtime
 from ...bridge.checkpoint.pretrained import load_tokenizer
-from ...templates.dataset.transformers_inputs import transformers_inputs
+from ...templates.dataset.transformers_inputs import image_kinds, transformers_inputs
 from .engine import Cancelled, Completion, Request, Sampling, TopLogProbs
 from .eos import eos_token_ids
 from .hf_replica import Replica
@@ -128,8 +128,8 @@ class TransformersEngine:
         tokens: int64 [requests, longest]. images: as of `_expanded`
         """
         videos, media = [video for request in requests for video in request.videos], dict(images)
-        if images and (vision := self._image_inputs.vision).family.has_axes:
-            media["mm_token_type_ids"] = (tokens == vision.image_token_id).int()
+        if images:
+            media |= image_kinds(tokens, self._image_inputs.vision)
         if videos:
             inputs = transformers_inputs([(video.plan, video.patches) for video in videos], tokens, videos[0].vision)
             inputs["mm_token_type_ids"] += media.get("mm_token_type_ids", 0)

@@ -395,6 +395,7 @@ def _inputs(batch: Batch, positions: Tensor | None, media: MediaFeatures | None,
         rope_positions=batch.rope_positions,
         media=media,
         prefixes=batch.prefixes,
+        blocks=batch.blocks,
     )
 
 

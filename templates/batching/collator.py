@@ -16,7 +16,7 @@ from ..dataset.samples import TokenizedSample
 from ..formats.schemas import UNGROUPED, Stage
 from ..media.processor import VisionProcessor
 from .media_batch import MediaBatch
-from .media_collation import MicroBatchMedia
+from .media_collation import MicroBatchMedia, runs
 from .tensor_dataclass import TensorDataclass
 
 PackedSample = Sequence[Document]  # one document, the documents of a pack, or none (a filler)
@@ -74,6 +74,9 @@ class Batch(TensorDataclass):
     media: MediaBatch | None = None
     # [segments of cu_seqlens] int64: segment whose tokens precede those of each, which attend to it; -1: none.
     prefixes: Tensor | None = None  # None: no document has one
+    # [blocks, 3] int64: row, first and last + 1 position in the full row of visual tokens that attend to each other in
+    # both directions.
+    blocks: Tensor | None = None  # None: there are none
 
     @property
     def reused_lengths(self) -> list[int]:
@@ -254,6 +257,7 @@ class BatchLayout:
             batch,
             rope_positions=torch.from_numpy(np.ascontiguousarray(positions)) if self.vision.family.has_axes else None,
             media=media.batch(owners[tokens], token_rows * local_length + index[tokens]),
+            blocks=torch.from_numpy(runs(token_rows, tokens)) if self.vision.family.has_blocks else None,
         )
         return batch, documents
 

@@ -146,3 +146,15 @@ class MicroBatchMedia:
         dtype = np.float32 if kind == "audio" else np.uint8
         empty = np.empty((0, self.vision.width(kind)), dtype)
         return torch.from_numpy(np.concatenate([empty, *self._values[kind]]))
+
+
+def runs(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return row, first and last + 1 position of each run of consecutive positions of a row: int64 [runs, 3].
+
+    rows, positions: of each visual token, in order
+    """
+    is_first = np.ones(len(rows), np.bool_)
+    is_first[1:] = (np.diff(rows) != 0) | (np.diff(positions) != 1)
+    firsts = np.flatnonzero(is_first)
+    lasts = np.append(firsts[1:], len(rows)) - 1
+    return np.stack((rows[firsts], positions[firsts], positions[lasts] + 1), axis=1).astype(np.int64)

@@ -22,7 +22,7 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -221,12 +221,29 @@ class ChatTemplate:
     def _render_formatted(
         self, conversation: Conversation, messages: list[JsonObject], prompt: bool, tagged: bool
     ) -> tuple[str, Spans]:
+        messages = [_with_blocks(message, is_needed=self._needs_blocks) for message in messages]
+        return self._render_messages(conversation, messages, prompt, tagged)
+
+    @cached_property
+    def _needs_blocks(self) -> bool:
+        """Whether the template shows a text only in a list of blocks, as LLaVA's does."""
+        text, is_shown = "xxtextxx", []
+        for content in (text, to_blocks(text)):
+            messages: list[JsonObject] = [{"role": "user", "content": content}]
+            try:
+                is_shown.append(text in self._render_messages(Conversation([], []), messages, False, tagged=False)[0])
+            except UnusableRow:
+                is_shown.append(False)
+        return is_shown == [False, True]
+
+    def _render_messages(
+        self, conversation: Conversation, messages: list[JsonObject], prompt: bool, tagged: bool
+    ) -> tuple[str, Spans]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         turns: Any  # transformers' annotation omits the spans
 
-        messages = [_with_blocks(message) for message in messages]
         try:
             texts, turns = render_jinja_template(
                 conversations=[messages],
@@ -314,10 +331,10 @@ class ChatTemplate:
         return turns
 
 
-def _with_blocks(message: JsonObject) -> JsonObject:
-    """Return a message with its images and videos as content blocks."""
+def _with_blocks(message: JsonObject, *, is_needed: bool) -> JsonObject:
+    """Return a message with its images and videos as content blocks. is_needed: also without them"""
     content = message["content"]
-    return {**message, "content": to_blocks(content)} if content and has_sentinels(content) else message
+    return {**message, "content": to_blocks(content)} if content and (is_needed or has_sentinels(content)) else message
 
 
 def _rewrite_reason(text: str, prompt: str, conversation: Conversation) -> str:

@@ -289,12 +289,17 @@ class Encoder:
     def _span(self, ids: np.ndarray, place: int) -> Span:
         """Return the tokens of a medium before it is expanded: its placeholder, and the tokens that enclose it."""
         assert self.vision is not None
-        start, stop = max(place - 1, 0), min(place + 2, len(ids))
-        wrappers = self.vision.wrapper_ids
-        return (
-            start if int(ids[start]) in wrappers else place,
-            stop if int(ids[stop - 1]) in wrappers else place + 1,
-        )
+        start, stop = place, place + 1
+        before, behind = self.vision.enclosing(int(ids[place]))
+        for token in reversed(before):  # the outer ones may be merged with text around them
+            if start == 0 or ids[start - 1] != token:
+                break
+            start -= 1
+        for token in behind:
+            if stop == len(ids) or ids[stop] != token:
+                break
+            stop += 1
+        return start, stop
 
     def _truncate_sample(self, documents: list[_Document]) -> list[list[_Document]]:
         """Return the documents of a sample within --max_length. A split document becomes several samples."""

@@ -36,10 +36,20 @@ def transformers_inputs(
         inputs["video_grid_thw"] = torch.tensor([plan.grid for plan, _ in videos])
         if (rate := vision.tokens_per_second) is not None:
             inputs["second_per_grid_ts"] = torch.tensor([plan.time_step / rate for plan, _ in videos])
-    if not inputs or not vision.family.has_axes:
+    if images and not vision.family.has_axes:
+        return inputs | image_kinds(tokens, vision)
+    if not inputs:
         return inputs
     kinds = torch.zeros_like(tokens, dtype=torch.int32)
     for number, kind in enumerate(KINDS, 1):  # transformers' numbers
         if plans[kind]:
             kinds[tokens == vision.placeholder_id(kind)] = number
     return inputs | {"mm_token_type_ids": kinds}
+
+
+def image_kinds(tokens: "Tensor", vision: VisionProcessor) -> dict[str, "Tensor"]:
+    """Return the input of a model that tells tokens of images from text, if it has one. tokens: int64 of any shape"""
+    is_image = tokens == vision.image_token_id
+    if vision.family.has_blocks:
+        return {"token_type_ids": is_image.long()}
+    return {"mm_token_type_ids": is_image.int()} if vision.family.has_axes else {}

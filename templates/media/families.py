@@ -23,6 +23,9 @@ QWEN_IMAGE = Placeholder("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 QWEN_VIDEO = Placeholder("<|vision_start|>", "<|video_pad|>", "<|vision_end|>")
 PIXTRAL_IMAGE = Placeholder("", "[IMG]", "")
 INTERN_IMAGE = Placeholder("", "<IMG_CONTEXT>", "")
+KIMI_IMAGE = Placeholder("<|media_start|>image<|media_content|>", "<|media_pad|>", "<|media_end|>")
+GEMMA_IMAGE = Placeholder("\n\n<start_of_image>", "<image_soft_token>", "<end_of_image>\n\n")
+LLAVA_IMAGE = Placeholder("", "<image>", "")
 GLM_IMAGE = Placeholder("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
 
 
@@ -52,8 +55,11 @@ class VisionFamily:
     has_axes: visual tokens have positions in time, height and width; else each token has one
     audio: None: audios are not supported
     image: None: images are not supported
+    has_blocks: the visual tokens of an image attend to each other in both directions
     processor: form of the processor: Qwen2-VL's; Pixtral's, which has tokens between the rows of an image; InternVL's,
-    which cuts images into tiles
+    which cuts images into tiles; Kimi-VL's, which pads images; Gemma 3's and LLaVA's,
+    whose images have one size, to which LLaVA's crops them
+    template_image: text of an image in chat templates, which processors replace by the placeholder; "": it is there
     """
 
     norm_bbox: Literal["norm1000", "none"]
@@ -64,8 +70,10 @@ class VisionFamily:
     counts_frames: bool = False
     tower_mlp: str = "intermediate_size"
     has_axes: bool = True
+    has_blocks: bool = False
     audio: AudioFamily | None = None
-    processor: Literal["qwen2_vl", "pixtral", "internvl"] = "qwen2_vl"
+    processor: Literal["qwen2_vl", "pixtral", "internvl", "kimi_vl", "gemma3", "llava"] = "qwen2_vl"
+    template_image: str = ""
 
     @property
     def has_video_processor(self) -> bool:
@@ -84,6 +92,17 @@ ASR = VisionFamily("none", image=None, video=None, has_axes=False, audio=AudioFa
 GLM = VisionFamily("norm1000", image=GLM_IMAGE, video=None, counts_frames=True, tower_mlp="out_hidden_size")
 MISTRAL = VisionFamily("norm1000", image=PIXTRAL_IMAGE, video=None, has_axes=False, processor="pixtral")
 INTERN = VisionFamily("norm1000", image=INTERN_IMAGE, video=None, has_axes=False, processor="internvl")
+KIMI = VisionFamily("norm1000", image=KIMI_IMAGE, video=None, has_axes=False, processor="kimi_vl")
+GEMMA = VisionFamily(
+    "norm1000",
+    image=GEMMA_IMAGE,
+    video=None,
+    has_axes=False,
+    has_blocks=True,
+    processor="gemma3",
+    template_image="<start_of_image>",
+)
+LLAVA = VisionFamily("norm1000", image=LLAVA_IMAGE, video=None, has_axes=False, processor="llava")
 FAMILIES = {
     "qwen2_vl": VisionFamily("norm1000"),
     "qwen2_5_vl": VisionFamily("none"),
@@ -97,13 +116,16 @@ FAMILIES = {
     "mistral3": MISTRAL,
     "internvl": INTERN,
     "qwen3_asr": ASR,
+    "kimi_vl": KIMI,
+    "gemma3": GEMMA,
+    "llava": LLAVA,
 }
 
-TOWER_SETTINGS = "patch_size", "spatial_merge_size", "temporal_patch_size", "tokens_per_second"
+TOWER_SETTINGS = "patch_size", "spatial_merge_size", "merge_kernel_size", "temporal_patch_size", "tokens_per_second"
 AUDIO_SETTINGS = "n_window", "num_mel_bins"
 TOKEN_SETTINGS = (
-    *("audio_token_id", "image_token_id", "image_token_index", "video_token_id"),
-    *("spatial_merge_size", "downsample_ratio"),
+    *("audio_token_id", "image_token_id", "image_token_index", "media_placeholder_token_id", "video_token_id"),
+    *("spatial_merge_size", "downsample_ratio", "mm_tokens_per_image"),
 )
 
 

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
 Grid = tuple[int, int, int]  # time, height and width in patches
 # (uint8 [frames, channels, height, width], new height, new width) -> the same resized
 Resize = Callable[["Tensor", int, int], "Tensor"]
+
+MOST_PATCHES = 512  # on one side of an image of Kimi-VL: beyond, its rope is undefined
+
+
+@dataclass(frozen=True)
+class KimiSettings:
+    """Settings of Kimi-VL's processor, in preprocessor_config.json."""
+
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+    patch_size: int
+    merge_size: int
+    in_token_limit: int  # most patches of an image, counting whole ones
+    resample: int = 3  # bicubic
 
 
 class ImageRules(ABC):
@@ -52,6 +67,13 @@ class ImageRules(ABC):
     def expansion(self, grid: Grid) -> np.ndarray | None:
         """Return the ids in place of an image's placeholder: int32; None: a placeholder for each visual token."""
         return None
+
+    def joined(self, grid: Grid, patches: "Tensor") -> "Tensor":
+        """Return the pixels of an image, from its patches: fp32 [channels, height, width]."""
+        _, height, width = grid
+        side, patch = self.merge_size, self.patch_size
+        squares = patches.view(height // side, width // side, side, side, -1, patch, patch)
+        return squares.permute(4, 0, 2, 5, 1, 3, 6).reshape(-1, height * patch, width * patch)
 
     @abstractmethod
     def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
@@ -124,8 +146,7 @@ class PixtralImages(ImageRules):
 
     def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
         check_ratio(height, width, limits.max_ratio)
-        if limits.min_pixels > 1:
-            raise UnusableRow("it sets min_pixels, and images of this model have no smallest size")
+        check_no_smallest_size(limits)
         ratio = max(height, width) / math.isqrt(limits.max_pixels)
         if ratio > 1:
             height, width = math.floor(height / ratio), math.floor(width / ratio)
@@ -146,19 +167,12 @@ class PixtralImages(ImageRules):
     def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
         import torch
 
-        pixels = [self._joined(grid, patches) for grid, patches in images]
+        pixels = [self.joined(grid, patches) for grid, patches in images]
         sizes = torch.tensor([image.shape[1:] for image in pixels])
         values = torch.zeros(len(pixels), len(pixels[0]), *sizes.amax(0).tolist())
         for number, image in enumerate(pixels):
             values[number, :, : image.shape[1], : image.shape[2]] = image
         return {"pixel_values": values, "image_sizes": sizes}
-
-    def _joined(self, grid: Grid, patches: "Tensor") -> "Tensor":
-        """Return the pixels of an image, from its patches: fp32 [channels, height, width]."""
-        _, height, width = grid
-        side, patch = self.merge_size, self.patch_size
-        squares = patches.view(height // side, width // side, side, side, -1, patch, patch)
-        return squares.permute(4, 0, 2, 5, 1, 3, 6).reshape(-1, height * patch, width * patch)
 
 
 class TiledImages(ImageRules):
@@ -228,6 +242,107 @@ class TiledImages(ImageRules):
         squares = torch.cat([patches for _, patches in images])
         squares = squares.view(-1, tile // patch // side, tile // patch // side, side, side, 3, patch, patch)
         return {"pixel_values": squares.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, 3, tile, tile)}
+
+
+class PaddedImages(ImageRules):
+    """Rules of Kimi-VL's processor. An image is padded on its right and below, with black, to whole visual tokens.
+
+    The checkpoint limits the whole patches of an image, so that a limit of pixels is one of patches. transformers has
+    no such processor: this one is remote code of the checkpoints.
+    """
+
+    def __init__(self, processor: KimiSettings):
+        self.patch_size, self.merge_size = processor.patch_size, processor.merge_size
+        self.most_pixels = processor.in_token_limit * processor.patch_size**2
+
+    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        sides = [-(-side // self.factor) * self.factor for side in self._reduced(height, width, limits)]
+        if max(sides) >= MOST_PATCHES * self.patch_size:
+            raise UnusableRow(f"an image has {MOST_PATCHES} patches or more on one side")
+        return sides[0], sides[1]
+
+    def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
+        import torch
+        from PIL import Image
+
+        height, width = pixels.shape[2:]
+        sides = self._reduced(height, width, limits)
+        if sides != (height, width):  # by Pillow, as the processor does: torchvision differs by grey levels
+            image = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
+            image = image.resize((sides[1], sides[0]), Image.Resampling.BICUBIC)
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+        _, rows, columns = grid
+        bottom, right = rows * self.patch_size - sides[0], columns * self.patch_size - sides[1]
+        return torch.nn.functional.pad(pixels, (0, right, 0, bottom))
+
+    def _reduced(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        """Return the size of an image before it is padded."""
+        check_ratio(height, width, limits.max_ratio)
+        check_no_smallest_size(limits)
+        patches = (height // self.patch_size) * (width // self.patch_size)
+        most = self._most_patches(limits.max_pixels)
+        if patches > most:
+            scale = math.sqrt(most / patches)
+            height, width = int(height * scale), int(width * scale)
+        if not height or not width:
+            raise UnusableRow("an image has no pixel left in its height or width within max_pixels")
+        return height, width
+
+    def _most_patches(self, max_pixels: int) -> int:
+        return max(max_pixels // self.patch_size**2, 1)
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        return {"in_token_limit": self._most_patches(max_pixels)}
+
+    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
+        import torch
+
+        patches = [self._by_rows(grid, values) for grid, values in images]
+        return {"pixel_values": torch.cat(patches), "image_grid_hws": torch.tensor([grid[1:] for grid, _ in images])}
+
+    def _by_rows(self, grid: Grid, patches: "Tensor") -> "Tensor":
+        """Return the patches of an image row by row: fp32 [patches, channels, side, side]."""
+        side, patch = self.merge_size, self.patch_size
+        squares = patches.view(grid[1] // side, grid[2] // side, side, side, -1, patch, patch)
+        return squares.transpose(1, 2).reshape(len(patches), -1, patch, patch)
+
+
+class SquareImages(ImageRules):
+    """Rules of Gemma 3's processor: every image is resized to one square, whatever its shape."""
+
+    def __init__(self, side: int, patch_size: int, merge_size: int):
+        self.patch_size, self.merge_size, self._side = patch_size, merge_size, side
+        self.least_pixels = self.most_pixels = side**2
+
+    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        check_ratio(height, width, limits.max_ratio)
+        if not limits.min_pixels <= self._side**2 <= limits.max_pixels:
+            raise UnusableRow(f"it limits pixels, and images of this model all have {self._side} x {self._side}")
+        return self._side, self._side
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        return {}
+
+    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
+        import torch
+
+        return {"pixel_values": torch.stack([self.joined(grid, patches) for grid, patches in images])}
+
+
+class CroppedImages(SquareImages):
+    """Rules of LLaVA's processor: the middle of an image whose shorter side is resized to that of a square."""
+
+    def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
+        height, width = pixels.shape[2:]
+        side, shorter = self._side, min(height, width)
+        height, width = (side if length == shorter else int(side * length / shorter) for length in (height, width))
+        top, left = (height - side) // 2, (width - side) // 2
+        return resize(pixels, height, width)[:, :, top : top + side, left : left + side]
+
+
+def check_no_smallest_size(limits: MediaLimits) -> None:
+    if limits.min_pixels > 1:
+        raise UnusableRow("it sets min_pixels, and images of this model have no smallest size")
 
 
 def check_ratio(height: int, width: int, max_ratio: float) -> None:

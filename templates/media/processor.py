@@ -103,6 +103,8 @@ class VisionProcessor:
         for kind in SENTINELS:
             if placeholder := self.family.placeholder(kind):
                 token = config.get(f"{kind}_token_id") or config.get(f"{kind}_token_index")
+                if kind == "image":
+                    token = token or config.get("media_placeholder_token_id")
                 self.placeholders[kind] = token or token_id(tokenizer, placeholder.repeated)
         self.audio: AudioProcessor | None = None
         if self.family.audio is not None:
@@ -114,7 +116,7 @@ class VisionProcessor:
         self.tokens_per_second = self._vision.get("tokens_per_second", 4) if self.model_type == "qwen2_5_vl" else None
         self._tokenizer = tokenizer
         self._timestamps: dict[str, list[int]] = {}
-        self.chat_template = chat_template(folder)
+        self.chat_template = chat_template(folder, self.family, tokenizer)
         self.feature_files: FeatureFiles | None = None  # cached features of the run's tower (--precompute_features)
 
     @classmethod
@@ -161,14 +163,22 @@ class VisionProcessor:
         return [*self.placeholders.values()]
 
     @cached_property
-    def wrapper_ids(self) -> frozenset[int]:
-        """Tokens directly around a placeholder, which belong to the medium."""
-        wrappers: set[int] = set()
-        for placeholder in (self.family.image, self.family.audio and self.family.audio.placeholder):
-            if placeholder:
-                tokens = self._tokenizer.encode(placeholder.start + placeholder.end, add_special_tokens=False)
-                wrappers.update(tokens if len(tokens) == 2 else ())
-        return frozenset(wrappers)
+    def _enclosing_ids(self) -> dict[int, tuple[list[int], list[int]]]:
+        """Tokens before and behind the placeholder of each kind of media, which belong to the medium."""
+        enclosing: dict[int, tuple[list[int], list[int]]] = {}
+        for kind, token in self.placeholders.items():
+            placeholder = self.family.placeholder(kind)
+            assert placeholder is not None
+            start, end = (
+                self._tokenizer.encode(text, add_special_tokens=False) if text else []
+                for text in (placeholder.start, placeholder.end)
+            )
+            enclosing[token] = start, end
+        return enclosing
+
+    def enclosing(self, token: int) -> tuple[list[int], list[int]]:
+        """Return the tokens before and behind a placeholder, which belong to the medium."""
+        return self._enclosing_ids[token]
 
     def placeholder_text(self, kind: MediaKind) -> str:
         """Return the text of a medium where there is no chat template: in pre-training. Raises UnusableRow."""

@@ -1,12 +1,23 @@
 """Files of a checkpoint's processor of images and videos, and what is made of them."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from ..tokenizer import Tokenizer
 from .families import VisionFamily
-from .image_rules import ImageRules, NoImages, PixtralImages, QwenImages, TiledImages
+from .image_rules import (
+    CroppedImages,
+    ImageRules,
+    KimiSettings,
+    NoImages,
+    PaddedImages,
+    PixtralImages,
+    QwenImages,
+    SquareImages,
+    TiledImages,
+)
 
 PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 # Names of Pixtral's tokens in processor_config.json, and their default: of a patch, of the ends of a row and an image.
@@ -35,9 +46,14 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def load_processors(folder: Path, family: VisionFamily) -> tuple[Any, Any]:
-    """Return transformers' image and video processor of a checkpoint, of which the settings are read; None: none."""
+    """Return transformers' image and video processor of a checkpoint, of which the settings are read; None: none.
+
+    Kimi-VL's are remote code: its settings are returned.
+    """
     if family.image is None:
         return None, None
+    if family.processor == "kimi_vl":
+        return _kimi_settings(folder / PROCESSOR_FILES[0]), None
     has_videos = family.has_video_processor
     from transformers import AutoImageProcessor, AutoVideoProcessor
 
@@ -52,6 +68,25 @@ def load_processors(folder: Path, family: VisionFamily) -> tuple[Any, Any]:
                 "processor_config.json and video_preprocessor_config.json, as far as the original checkpoint has them."
             ) from error
     return loaded[0], loaded[1] if has_videos else None
+
+
+def _kimi_settings(file: Path) -> KimiSettings:
+    """Return the settings of Kimi-VL's processor. Defaults are those of its code."""
+    config = {
+        "image_mean": (0.48145466, 0.4578275, 0.40821073),
+        "image_std": (0.26862954, 0.26130258, 0.27577711),
+        "patch_size": 14,
+        "merge_kernel_size": (2, 2),
+        "in_token_limit": 4096,
+    } | read_json(file)
+    height, width = config["merge_kernel_size"]
+    if not config.get("pad_input") or height != width:
+        raise ValueError(
+            f"{file}: pad_input {config.get('pad_input')} and merge_kernel_size {config['merge_kernel_size']} are not "
+            "supported: images are padded, and merged in squares. Copy the file from the original checkpoint."
+        )
+    mean, std = (tuple(config[name]) for name in ("image_mean", "image_std"))
+    return KimiSettings(mean, std, config["patch_size"], height, config["in_token_limit"])
 
 
 def video_config(processor: Any) -> dict[str, Any] | None:
@@ -72,6 +107,12 @@ def image_rules(folder: Path, family: VisionFamily, processor: Any, tokenizer: T
             return _pixtral_rules(folder, processor, tokenizer)
         case "internvl":
             return _internvl_rules(folder, processor, tokenizer)
+        case "gemma3":
+            return _gemma3_rules(folder, processor)
+        case "llava":
+            return _llava_rules(folder, processor)
+        case "kimi_vl":
+            return PaddedImages(processor)
         case "qwen2_vl":
             return QwenImages(processor, counts_frames=family.counts_frames)
 
@@ -112,8 +153,54 @@ def _internvl_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> Tiled
     return TiledImages(processor, tile, patch, merge, (start, image, end))
 
 
-def chat_template(folder: Path) -> str | None:
-    """Return the chat template of a processor in its earlier form, which goes before the tokenizer's."""
+def _gemma3_rules(folder: Path, processor: Any) -> SquareImages:
+    model, file = read_json(folder / "config.json"), folder / "processor_config.json"
+    vision, tokens = model["vision_config"], model.get("mm_tokens_per_image", 256)
+    side, patch = vision.get("image_size", 224), vision.get("patch_size", 16)
+    size = processor.size["height"], processor.size["width"]
+    expanded = (read_json(file) if file.is_file() else {}).get("image_seq_length", 256)
+    if size != (side, side) or expanded != tokens:
+        raise ValueError(
+            f"{folder}: its processor has images of {size[0]} x {size[1]} pixels and {expanded} tokens, and "
+            f"config.json some of {side} x {side} and {tokens}. Copy these files from the original checkpoint."
+        )
+    return SquareImages(side, patch, side // patch // math.isqrt(tokens))
+
+
+def _llava_rules(folder: Path, processor: Any) -> CroppedImages:
+    vision, file = read_json(folder / "config.json")["vision_config"], folder / "processor_config.json"
+    side, patch = vision.get("image_size", 224), vision.get("patch_size", 32)
+    sizes = processor.size["shortest_edge"], processor.crop_size["height"], processor.crop_size["width"]
+    if sizes != (side,) * 3 or not processor.do_center_crop:
+        raise ValueError(
+            f"{folder}: its processor resizes the shorter side of an image to {sizes[0]} and crops {sizes[1]} x "
+            f"{sizes[2]}, and config.json has images of {side} x {side}. Copy these files from the original checkpoint."
+        )
+    config = read_json(file) if file.is_file() else {}
+    tokens = config.get("num_additional_image_tokens", 1) - 1  # beside those of patches: the class token is left out
+    if tokens or config.get("patch_size", patch) != patch:
+        raise ValueError(
+            f"{file}: patch_size {config.get('patch_size')} and num_additional_image_tokens "
+            f"{config.get('num_additional_image_tokens')} make other tokens than the model's. Set {patch} and 1."
+        )
+    return CroppedImages(side, patch, 1)
+
+
+def chat_template(folder: Path, family: VisionFamily, tokenizer: Tokenizer) -> str | None:
+    """Return the chat template that goes before the tokenizer's: a processor's in its earlier form, or a changed one.
+
+    It has the placeholder of an image where processors write it into the text of the template.
+    """
+    template = _earlier_template(folder)
+    if not family.template_image or family.image is None:
+        return template
+    template = template or tokenizer.chat_template
+    if not isinstance(template, str) or family.image.repeated in template:
+        return None
+    return template.replace(family.template_image, "".join(family.image))
+
+
+def _earlier_template(folder: Path) -> str | None:
     file = folder / "chat_template.json"
     if (folder / "chat_template.jinja").is_file() or not file.is_file():
         return None

@@ -171,6 +171,63 @@ def internvl_qwen3_moe() -> Any:
     return _internvl("qwen3_moe", experts, attention_bias=False)
 
 
+# Kimi-VL: the grid of position embeddings is larger than some images and smaller than others.
+VISION_MOON = {
+    "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
+    "init_pos_emb_height": 5, "init_pos_emb_width": 5,
+}  # fmt: skip
+
+
+def kimi_vl() -> Any:
+    """Moonlight's settings: one group of experts, a plain query matrix."""
+    from tests.bridge.families.deepseek_v2 import EXPERTS, LATENT
+    from tests.kimi_vl import KimiVLConfig
+
+    moonlight = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+    return KimiVLConfig(TEXT | LATENT | EXPERTS | {"rope_parameters": ROPE} | moonlight, VISION_MOON, IMAGE)
+
+
+# Gemma 3: images of four squares, each of one token. Its window is narrower than an image.
+VISION_SIGLIP = {
+    "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 4 * TILE, "vision_use_head": False,
+}  # fmt: skip
+
+
+def gemma3() -> Any:
+    from transformers import Gemma3Config
+
+    from tests.bridge.families.gemma3_text import config
+
+    text = config(sliding_window=3, vocab_size=TEXT["vocab_size"]).to_dict()
+    tokens = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END}
+    return Gemma3Config(
+        text_config=text,
+        vision_config=VISION_SIGLIP,
+        mm_tokens_per_image=TILE**2 // 4,
+        tie_word_embeddings=True,
+        **tokens,
+    )
+
+
+# LLaVA: images of 2 x 2 patches, each of one token, and a class token; the last layer of the tower is not used.
+CROP = 2  # patches on a side
+VISION_CLIP = {
+    "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 4, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 4 * CROP, "hidden_act": "quick_gelu", "model_type": "clip_vision_model",
+}  # fmt: skip
+
+
+def llava() -> Any:
+    from transformers import LlavaConfig
+
+    text = TEXT | {"model_type": "llama", "rope_parameters": ROPE}
+    return LlavaConfig(
+        text_config=text, vision_config=VISION_CLIP, image_token_index=IMAGE, image_seq_length=CROP**2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
@@ -185,6 +242,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "internvl_qwen2": internvl_qwen2,
     "internvl_qwen3": internvl_qwen3,
     "internvl_qwen3_moe": internvl_qwen3_moe,
+    "kimi_vl": kimi_vl,
+    "gemma3": gemma3,
+    "llava": llava,
 }
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

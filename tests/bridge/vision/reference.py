@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from tests.bridge.families.reference import (
     gradient,
     routing_margins,
 )
-from tests.bridge.vision import AUDIO, BREAK, END, FAMILIES, IMAGE, START, TILE, VIDEO
+from tests.bridge.vision import AUDIO, BREAK, CROP, END, FAMILIES, IMAGE, START, TILE, VIDEO
+from tests.kimi_vl import KimiVLForConditionalGeneration
 from tests.tiny_vision import mean_of
 
 MERGE, PATCH, FRAMES, CHANNELS = 2, 4, 2, 3
@@ -43,6 +45,8 @@ class MediaDocument:
     kinds: list[int]  # [length] 1: token of an image, 2: of a video
     pixels: list[Tensor]  # uint8 [patches, channels * frames * area], frames: 1 of an image
     spectrograms: list[Tensor] = field(default_factory=list)  # fp32 [frames, bins] of audios
+    has_blocks: bool = False  # tokens of an image attend to each other in both directions
+    merge: int = MERGE  # side of a token in patches
 
 
 def documents(model: Any) -> list[list[MediaDocument]]:
@@ -84,22 +88,34 @@ def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDo
 
 
 def form(model: Any) -> str:
-    """How a model takes images: as "rows" with a token behind each, as "tiles", or as patches alone (empty)."""
-    return {"mistral3": "rows", "internvl": "tiles"}.get(model.config.model_type, "")
+    """How a model takes images.
+
+    As "rows" with a token behind each, as "tiles", as "images" of one size whose tokens attend in both directions, as
+    "crops" of one size with a token for each patch, as "patches" whose tokens have one position each, or as patches
+    whose tokens have positions on axes (empty).
+    """
+    forms = {"llava": "crops", "mistral3": "rows", "internvl": "tiles", "gemma3": "images", "kimi_vl": "patches"}
+    return forms.get(model.config.model_type, "")
 
 
 def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str) -> MediaDocument:
     """A document whose videos are images of as many patches, or about as many tiles."""
     ids: list[int] = []
-    document = MediaDocument(np.empty(0), np.empty(0), None, [], [], [])
+    merge = 1 if form == "crops" else MERGE
+    document = MediaDocument(np.empty(0), np.empty(0), None, [], [], [], has_blocks=form == "images", merge=merge)
     for part in parts:
         if isinstance(part, int):
             ids += rng.integers(3, 240, part).tolist()
             continue
         time, height, width = 1, part[1], part[0] * part[2]
-        if form == "tiles":
-            time, height, width = max(height * width // TILE**2, 1), TILE, TILE
+        if form == "crops":
+            time, height, width = 1, CROP, CROP
+            ids += [IMAGE] * CROP**2
+        elif form in ("tiles", "images"):
+            time, height, width = max(height * width // TILE**2, 1) if form == "tiles" else 1, TILE, TILE
             ids += [START, *[IMAGE] * (time * TILE**2 // MERGE**2), END]
+        elif form == "patches":
+            ids += [START, *[IMAGE] * (height * width // MERGE**2), END]
         else:
             for row in range(height // MERGE):
                 ids += [IMAGE] * (width // MERGE) + [BREAK if row + 1 < height // MERGE else END]
@@ -112,15 +128,20 @@ def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str) -
     return document
 
 
-def model_inputs(document: MediaDocument) -> dict[str, Tensor]:
-    """Images of rows as transformers' processor gives them, padded to one size, or tiles."""
+def model_inputs(document: MediaDocument, form: str) -> dict[str, Tensor]:
+    """Images of rows as transformers' processor gives them, padded to one size, or tiles, or patches row by row."""
     images: list[Tensor] = []
     for (time, height, width), pixels in zip(document.grids, document.pixels, strict=True):
         squares = (pixels.float() / 255 - 0.5) / 0.5
-        squares = squares.view(time, height // MERGE, width // MERGE, MERGE, MERGE, CHANNELS, PATCH, PATCH)
+        merge = document.merge
+        squares = squares.view(time, height // merge, width // merge, merge, merge, CHANNELS, PATCH, PATCH)
         images += squares.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(time, CHANNELS, height * PATCH, width * PATCH)
-    if START in document.ids:
+    if form in ("tiles", "images", "crops"):
         return {"pixel_values": torch.stack(images)}
+    if form == "patches":
+        patches = [image.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH) for image in images]
+        values = torch.cat([part.permute(1, 2, 0, 3, 4).flatten(0, 1) for part in patches])
+        return {"pixel_values": values, "image_grid_hws": torch.tensor([grid[1:] for grid in document.grids])}
     sizes = torch.tensor([image.shape[1:] for image in images])
     longest, widest = sizes.amax(0).tolist()
     padded = [F.pad(image, (0, widest - image.shape[2], 0, longest - image.shape[1])) for image in images]
@@ -143,7 +164,7 @@ def _grids(document: MediaDocument) -> dict[str, Tensor | None]:
 def visual_tokens(document: MediaDocument) -> list[np.ndarray]:
     """The positions of the tokens of each image or video."""
     visual = np.flatnonzero((document.ids == IMAGE) | (document.ids == VIDEO))
-    counts = [int(np.prod(grid)) // MERGE**2 for grid in document.grids]
+    counts = [int(np.prod(grid)) // document.merge**2 for grid in document.grids]
     return np.split(visual, np.cumsum(counts)[:-1]) if counts else []
 
 
@@ -162,8 +183,11 @@ def _float_pixels(pixels: Tensor) -> Tensor:
 def run(model: Any, document: MediaDocument) -> Tensor:
     """Log-probabilities [length, vocabulary]."""
     if form(model):
-        inputs = model_inputs(document) if document.grids else {}
-        output = model(torch.from_numpy(document.ids)[None], use_cache=False, **inputs)
+        inputs = model_inputs(document, form(model)) if document.grids else {}
+        ids = torch.from_numpy(document.ids)[None]
+        if document.has_blocks:
+            inputs["token_type_ids"] = (ids == IMAGE).long()
+        output = model(ids, use_cache=False, **inputs)
         return output.logits[0].log_softmax(-1)
     images = [p for p, grid in zip(document.pixels, document.grids, strict=True) if grid[0] == 1]
     videos = [p for p, grid in zip(document.pixels, document.grids, strict=True) if grid[0] > 1]
@@ -189,13 +213,20 @@ def mean_loss(model: Any, packs: list[list[MediaDocument]]) -> float:
     return total / count
 
 
-def make(folder: Path, family: str) -> None:
-    """Write `folder`/fp32, a checkpoint, and `folder`/reference.pt."""
+def build(config: Any) -> Any:
+    """transformers' model of a config, or that of tests/kimi_vl.py: fp32, eager attention."""
     from transformers import AutoModelForImageTextToText
 
+    if config.model_type == "kimi_vl":
+        return KimiVLForConditionalGeneration(config)
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+
+
+def make(folder: Path, family: str) -> None:
+    """Write `folder`/fp32, a checkpoint, and `folder`/reference.pt."""
     for seed in range(1, 21):
         config = FAMILIES[family]()
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        model = build(config).eval()
         noise = _noise(seed)
         with torch.no_grad():
             for name, tensor in model.state_dict(keep_vars=True).items():
@@ -216,7 +247,10 @@ def make(folder: Path, family: str) -> None:
     model.save_pretrained(folder / "fp32")
     _write(folder / "fp32", _as_on_the_hub(load_file(folder / "fp32" / "model.safetensors")))
     (loss / count).backward()
-    gradients = _by_names_in_files(model, {name: gradient(p) for name, p in model.named_parameters()})
+    rename = getattr(model, "by_names_in_files", partial(_by_names_in_files, model))
+    # LLaVA's last layer is not used.
+    used = {name: p for name, p in model.named_parameters() if p.grad is not None or form(model) != "crops"}
+    gradients = rename({name: gradient(p) for name, p in used.items()})
     gradients = _as_on_the_hub(gradients)
     torch.save({"log_probs": log_probs, "gradients": gradients, "packs": packs}, folder / "reference.pt")
 

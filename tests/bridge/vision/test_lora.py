@@ -11,6 +11,7 @@ from tests.bridge.vision import LAYOUTS
 from tests.torchrun import torchrun
 
 ALL = {"freeze_vit": False, "freeze_aligner": False}
+CLASS_TOKEN_ONLY = "class_token", "embedding_norm"
 CLASS_TOKEN_MODULES = "patch_embed", "class_token", "position_embeddings", "layers", "merger"
 CASES = {
     "language model": ("qwen3_vl", {"vision": {}}, "TP2 SP"),
@@ -34,14 +35,23 @@ CASES = {
     ),
     "whole tower behind norms": (
         "glm4v",
-        {"vision": {}, "whole": [f"vision.{module}" for module in VISION_MODULES if module != "class_token"]},
+        {"vision": {}, "whole": [f"vision.{module}" for module in VISION_MODULES if module not in CLASS_TOKEN_ONLY]},
+        "TP2 SP",
+    ),
+    "pooled squares": ("gemma3", {"vision": ALL}, "TP2 SP"),
+    "whole projection": ("gemma3", {"vision": {}, "whole": ["vision.merger"]}, "CP2"),
+    "crops": ("llava", {"vision": ALL}, "CP2"),
+    "whole tower with a norm of embeddings": (
+        "llava",
+        {"vision": {}, "whole": [f"vision.{module}" for module in (*CLASS_TOKEN_MODULES, "embedding_norm")]},
         "TP2 SP",
     ),
 }  # fmt: skip
 pytestmark = pytest.mark.slow
 
 
-LONG = "projector", "whole projector", "tower with class tokens"
+LONG = "projector", "whole projector", "tower with class tokens", "pooled squares", "whole projection", "crops"
+LONG += ("whole tower with a norm of embeddings",)
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CASES])

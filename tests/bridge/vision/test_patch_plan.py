@@ -95,6 +95,7 @@ def test_cubic_taps_equal_grid_sample(seed: int, side: int) -> None:
 
 GATED = {
     "grid_side": 5, "interpolation": "bicubic", "patch_norm": True, "gated_merger_size": 40, "layer_bias": False,
+    "final_norm": True,
     "qkv_bias": False, "gated": True, "normalization": "RMSNorm", "activation": "silu",
 }  # fmt: skip
 PROJECTOR = {"patch_norm": True, "rope_alternates": True, "projector": Projector(1e-5, True, "gelu", True)}

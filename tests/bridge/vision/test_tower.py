@@ -1,5 +1,7 @@
 """Towers by themselves beside transformers': features, and the gradient of every parameter."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from tests.bridge.families.reference import _noise
 from tests.bridge.vision import FAMILIES
-from tests.bridge.vision.reference import documents, model_inputs
+from tests.bridge.vision.reference import build, documents, form, model_inputs
 from tests.tiny_vision import mean_of
 
 
@@ -23,19 +25,21 @@ def whole(entry: MappingEntry, tensors: dict[str, Tensor], shape: tuple[int, ...
     return torch.cat([tensors[entry.hf[span.part or 0]][span.start : span.stop : span.step] for span in spans])
 
 
-@pytest.mark.parametrize("family", ["mistral3", "ministral3", "internvl_qwen3"])
+@pytest.mark.parametrize("family", ["mistral3", "ministral3", "internvl_qwen3", "kimi_vl", "gemma3", "llava"])
 def test_features_and_gradients_are_those_of_transformers(family: str) -> None:
-    from transformers import AutoModelForImageTextToText
-
     config = FAMILIES[family]()
-    model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = build(config)
     noise = _noise(1)
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             tensor.copy_(noise(*tensor.shape, mean=mean_of(model, name)))
     document = max((one for pack in documents(model) for one in pack), key=lambda one: len(one.grids))
-    features = model.get_image_features(**model_inputs(document)).pooler_output
-    features = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)
+    inputs = model_inputs(document, form(model))
+    if family == "kimi_vl":
+        features = model.image_features(**inputs)
+    else:
+        features = model.get_image_features(**inputs).pooler_output
+        features = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)
     weights = torch.linspace(-1, 1, features.numel()).view_as(features)
     (features * weights).sum().backward()
 
@@ -65,3 +69,34 @@ def test_features_and_gradients_are_those_of_transformers(family: str) -> None:
         expected = whole(tower[name], gradients, tuple(parameter.shape), about)
         assert parameter.grad is not None
         assert (parameter.grad - expected).norm() < 5e-6 * expected.norm(), name
+
+
+def test_plain_moonvit_is_the_tower_of_kimi_k25(tmp_path: Path) -> None:
+    """transformers has the same tower for images within Kimi-K2.5, whose checkpoints name the projector otherwise."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForImageTextToText
+
+    plain = build(FAMILIES["kimi_vl"]())
+    noise = _noise(1)
+    with torch.no_grad():
+        for name, tensor in plain.state_dict(keep_vars=True).items():
+            tensor.copy_(noise(*tensor.shape, mean=mean_of(plain, name)))
+    plain.save_pretrained(tmp_path)
+    names = {"linear_1": "proj.0", "linear_2": "proj.2"}
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.startswith("multi_modal_projector.")]:
+        _, module, leaf = name.split(".")
+        tensors[f"mm_projector.{names.get(module, module)}.{leaf}"] = tensors.pop(name)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    vision = config["vision_config"]
+    vision |= {f"pos_emb_{side}": vision.pop(f"init_pos_emb_{side}") for side in ("height", "width")}
+    config |= {"model_type": "kimi_k25", "projection_hidden_size": vision["hidden_size"], "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": vision | {"model_type": ""}}))
+
+    theirs: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    document = max((one for pack in documents(plain) for one in pack), key=lambda one: len(one.grids))
+    inputs = model_inputs(document, form(plain))
+    features = torch.cat(theirs.get_image_features(inputs["pixel_values"], torch.tensor(document.grids)).pooler_output)
+    found = plain.image_features(**inputs)
+    assert (found - features).norm() < 1e-6 * features.norm()

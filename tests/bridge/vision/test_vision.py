@@ -32,7 +32,20 @@ USUAL = {
     "internvl_qwen2": (),
     "internvl_qwen3": ("CP2",),
     "internvl_qwen3_moe": ("TP2 SP EP2",),
+    "kimi_vl": ("CP2",),
+    "gemma3": ("CP2",),
+    "llava": (),
 }
+FURTHER_FAULTS = (
+    ("llava", "one block for all images", ""),
+    ("llava", "position embeddings of the next row", ""),
+    ("gemma3", "images end a token early", ""),
+    ("gemma3", "position embeddings of the next row", ""),
+    ("kimi_vl", "one block for all images", ""),
+    ("kimi_vl", "patches of a square in another order", ""),
+    ("kimi_vl", "position embeddings of the next row", ""),
+)
+EXPERTS = "moe", "kimi_vl"  # ends of the names of families with experts
 Jobs = list[dict[str, Any]]
 pytestmark = pytest.mark.slow
 
@@ -77,7 +90,7 @@ CASES = [
     for family in FAMILIES
     for processes, layouts in LAYOUTS.items()
     for layout in layouts
-    if not (family.endswith("moe") and layout == "TP2")  # megatron-core refuses experts under TP without SP
+    if not (family.endswith(EXPERTS) and layout == "TP2")  # megatron-core refuses experts under TP without SP
 ]  # fmt: skip
 
 
@@ -156,6 +169,9 @@ def test_micro_batches_are_encoded_together_without_a_backward_pass(processes, l
         ("internvl_qwen3", "patches of a square in another order", ""),
         ("internvl_qwen3", "one block for all images", ""),
         ("internvl_qwen3", "position embeddings of the next row", ""),
+        ("gemma3", "causal images", "CP2"),
+        ("kimi_vl", "height and width swapped", ""),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in FURTHER_FAULTS),
     ],
 )
 def test_a_planted_fault_is_seen(family, fault, layout, folder_of):

@@ -33,7 +33,7 @@ def vision_notes(model: Path, words: str, gpus: int = 0) -> list[str]:
 )
 def test_a_tower_is_needed(dense: Path, tmp_path: Path, words: str, fix: str) -> None:
     """Of a text model, and of one whose family here is its text part."""
-    for model in (dense, write_model(tmp_path / "text", stand_ins.config("gemma-3-27b-it"))):
+    for model in (dense, write_model(tmp_path / "text", stand_ins.config("Llama-4-Scout-17B-16E"))):
         with pytest.raises(UsageError) as error:
             check(model, words)
         assert str(error.value).startswith(f"{words}".replace("1e-5", "1e-05"))

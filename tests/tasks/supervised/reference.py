@@ -12,8 +12,8 @@ from tests.bridge import families
 from tests.bridge.families.reference import (
     SMALLEST_MARGIN,
     _by_names_in_files,
-    _gradient,
     documents,
+    gradient,
     random_model,
     routing_margins,
 )
@@ -85,7 +85,7 @@ def _run(model: Any, kind: str) -> dict[str, Any]:
     model.zero_grad()
     outputs = torch.stack([OF[kind](model, torch.from_numpy(ids)) for pack in documents() for ids, _ in pack])
     (outputs * coefficients(outputs.shape[1])).sum().div(len(outputs)).backward()
-    gradients = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
+    gradients = {name: gradient(parameter) for name, parameter in model.named_parameters()}
     return {"outputs": outputs.detach(), "gradients": _by_names_in_files(model, gradients)}
 
 

@@ -32,12 +32,11 @@ def checkpoint(tmp_path_factory):
 
     def make(family: str) -> Checkpoint:
         if family not in made:
-            from transformers import AutoProcessor, AutoTokenizer
+            from transformers import AutoTokenizer
 
             folder = (tiny_vision.FAMILIES | tiny_audio.FAMILIES)[family](tmp_path_factory.mktemp(family))
-            made[family] = Checkpoint(
-                folder, AutoTokenizer.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-            )
+            processor = tiny_vision.processor_of(folder)
+            made[family] = Checkpoint(folder, AutoTokenizer.from_pretrained(folder), processor)
         return made[family]
 
     return make

@@ -1,7 +1,9 @@
 """Tokens, grids, positions and pixels of images and videos, beside transformers' processors and models."""
 
 import json
+import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,18 @@ from megaswift.templates.dataset.samples import TokenizedSample
 
 from tests.tiny_vision import picture
 
-FAMILIES = "qwen2_5_vl", "qwen3_vl", "glm4v", "mistral3", "internvl", pytest.param("qwen3_5", marks=pytest.mark.long)
-IMAGES_ONLY = "glm4v", "mistral3", "internvl"
+FAMILIES = (
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "glm4v",
+    "mistral3",
+    "internvl",
+    "kimi_vl",
+    "gemma3",
+    pytest.param("llava", marks=pytest.mark.long),
+    pytest.param("qwen3_5", marks=pytest.mark.long),
+)
+IMAGES_ONLY = "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava"
 ROWS = 200
 WORDS = ["what", "colour", "is", "the", "shape", "a", "red", "circle", "blue", "square", "sky", "picture"]
 
@@ -68,7 +80,7 @@ def reference(processor, row: dict) -> dict:
     ]
     options = {"videos": videos, "video_metadata": metadata, "do_sample_frames": False} if videos else {}
     inputs = processor(text=[text], images=images or None, **options, return_tensors="pt")
-    if hasattr(processor.image_processor, "max_patches") and images:
+    if hasattr(getattr(processor, "image_processor", None), "max_patches") and images:
         tiles = processor.image_processor.get_number_of_image_patches
         inputs["tiles"] = [tiles(image.height, image.width, {"crop_to_patches": True}) for image in images]
     return inputs
@@ -101,6 +113,8 @@ def pixels_of(expected: dict, kind: str) -> torch.Tensor | None:
     values = expected.get("pixel_values" if kind == "image" else "pixel_values_videos")
     if values is None or values.dim() == 2:
         return values
+    if "image_grid_hws" in expected:
+        return torch.cat([squares_of(image, *grid[1:]) for image, grid in split_images(expected)])
     patches = []
     sizes = expected["image_sizes"].tolist() if "image_sizes" in expected else [[*image.shape[1:]] for image in values]
     for image, (height, width) in zip(values, sizes, strict=True):
@@ -114,11 +128,27 @@ def pixels_of(expected: dict, kind: str) -> torch.Tensor | None:
     return torch.stack(patches)
 
 
+def split_images(expected: dict) -> list[tuple[torch.Tensor, list[int]]]:
+    """Return the patches of each image of Kimi-VL's processor, row by row, and its grid."""
+    grids = grids_of(expected)
+    return list(zip(expected["pixel_values"].split([math.prod(grid) for grid in grids]), grids, strict=True))
+
+
+def squares_of(patches: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return patches [rows * columns, ...] square by square of 2 x 2."""
+    order = torch.arange(rows * columns).view(rows // 2, 2, columns // 2, 2).transpose(1, 2).flatten()
+    return patches[order].flatten(1)
+
+
 def grids_of(expected: dict) -> list[list[int]]:
+    if "image_grid_hws" in expected:
+        return [[1, *size] for size in expected["image_grid_hws"].tolist()]
     if "image_sizes" in expected:
         return [[1, height // 14, width // 14] for height, width in expected["image_sizes"].tolist()]
     if "tiles" in expected:
         return [[tiles, 4, 4] for tiles in expected["tiles"]]
+    if "pixel_values" in expected and expected["pixel_values"].dim() == 4:  # images of one size
+        return [[1, *(side // 14 for side in expected["pixel_values"].shape[2:])]] * len(expected["pixel_values"])
     grids = [expected.get(f"{kind}_grid_thw") for kind in ("image", "video")]
     return [grid for part in grids if part is not None for grid in part.tolist()]
 
@@ -128,7 +158,8 @@ def test_rows_are_what_transformers_makes(prepared) -> None:
     from transformers import AutoModelForImageTextToText
 
     made, rows, store = prepared
-    vision, model = made.vision(), AutoModelForImageTextToText.from_pretrained(made.folder).model
+    vision = made.vision()
+    model: Any = AutoModelForImageTextToText.from_pretrained(made.folder).model if vision.family.has_axes else None
     layout = BatchLayout(vision=vision)
     seen = {"image": 0, "video": 0}
     for number, row in enumerate(rows):
@@ -151,6 +182,12 @@ def test_rows_are_what_transformers_makes(prepared) -> None:
             assert torch.equal(batch.rope_positions, positions)
         else:
             assert batch.rope_positions is None
+        if vision.family.has_blocks:
+            visual = [place for _, first, end in batch.blocks.tolist() for place in range(first, end)]
+            assert visual == expected["token_type_ids"][0].nonzero().flatten().tolist()
+            assert len(batch.blocks) == len(row["images"])
+        else:
+            assert batch.blocks is None
         assert batch.media.positions.tolist() == [
             position
             for token in (vision.image_token_id, vision.video_token_id)

@@ -67,6 +67,38 @@ PIXTRAL = {
 PIXTRAL_TENSORS = ("vision_tower.patch_conv.weight", "multi_modal_projector.patch_merger.merging_layer.weight")
 
 
+LLAVA_1_5_7B = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "image_token_index": 32000,
+    "model_type": "llava",
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "vocab_size": 32064,
+}
+CLIP_TENSORS = ("vision_tower.vision_model.encoder.layers.23.mlp.fc1.bias", "multi_modal_projector.linear_1.bias")
+
+
 def _mistral3(text, **changes):
     return {
         "architectures": ["Mistral3ForConditionalGeneration"],
@@ -232,6 +264,7 @@ MODELS = {
     "Mistral-Small-3.1-24B-Instruct-2503": Published(
         "mistral", "23572403200", _mistral3(MISTRAL_SMALL, tie_word_embeddings=False), PIXTRAL_TENSORS
     ),
+    "llava-1.5-7b-hf": Published("llama", "6738939904", LLAVA_1_5_7B, CLIP_TENSORS),
     "Ministral-3-3B-Base-2512": Published("ministral3", "3429006336", _mistral3(MINISTRAL_3B), PIXTRAL_TENSORS),
     "Mixtral-8x7B-v0.1": Published(
         "mixtral",
