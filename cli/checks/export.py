@@ -187,7 +187,8 @@ def _weight_bytes(folder: Path, config: HfConfig, dtype: str | None) -> int:
 
 def _split_layers(config: HfConfig, stages: int) -> tuple[int | None, float]:
     """Return the layers of the first stage (0: as the others; None: impossible), and the largest stage's share."""
-    layers = (config.get("text_config") or config).get("num_hidden_layers") or 1
+    text = config.get("text_config") or config
+    layers = text.get("num_hidden_layers") or len(text.get("layers_block_type") or "-")  # the latter: Nemotron-H
     layers_per_stage = math.ceil(layers / stages)
     first = layers - (stages - 1) * layers_per_stage
     return (0 if layers % stages == 0 else first if first > 0 else None), layers_per_stage / layers

@@ -209,6 +209,9 @@ def test_a_model_too_large_for_one_gpu_passes_through_several(tmp_path: Path, mo
     monkeypatch.setattr(export, "_gpu_bytes", lambda: 30 * 2**30)
     _, flags, _ = gpus_needed(options, config, gpus=8)  # by four, one would have 12 of the 46 layers
     assert flags == ["--pipeline_model_parallel_size", "5", "--decoder_first_pipeline_num_layers", "6"]
+    hybrid = {name: value for name, value in config.items() if name != "num_hidden_layers"}
+    hybrid["layers_block_type"] = ["moe"] * 46  # what transformers writes for Nemotron-H
+    assert gpus_needed(options, hybrid, gpus=8)[1] == flags
     options.torch_dtype = "bfloat16"
     assert gpus_needed(options, config, gpus=8)[1] == ["--pipeline_model_parallel_size", "2"]
     monkeypatch.setattr(export, "_gpu_bytes", lambda: 3 * 2**30)
