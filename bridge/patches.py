@@ -3,13 +3,19 @@
 tests/bridge/test_patches.py fails once a patch is no longer needed.
 """
 
+import contextlib
+import fcntl
+import time
+from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 from torch import Tensor
 
 from .kernels.weight_gradient import accumulate_product
 
+LONGEST_BUILD = 120  # seconds
 _is_applied = False
 
 
@@ -21,6 +27,7 @@ def apply_patches() -> None:
     _is_applied = True
     if version("megatron-core").startswith("0.19."):
         _fix_recompute_without_fp8()
+    _remove_stale_lock_of_recompute()
     _provide_weight_gradients_without_apex()
     _allow_optimizer_without_gpu()
 
@@ -30,6 +37,37 @@ def _fix_recompute_without_fp8() -> None:
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _remove_stale_lock_of_recompute() -> None:
+    # CheckpointWithoutOutput compiles a function at its first use. torch's lock for that is a file, which stays where
+    # the process is killed, and all later processes wait for its end without a limit.
+    from megatron.core.tensor_parallel import random
+
+    build: Callable[[], Callable] | None = getattr(random, "_get_share_storage", None)
+    if build is None:  # older versions compile nothing
+        return
+
+    def get_share_storage() -> Callable:
+        if random._share_storage_ext is not None:
+            return build()
+        from torch.utils.cpp_extension import _get_build_directory
+
+        folder = Path(_get_build_directory("share_storage_ext", verbose=False))
+        with (folder / "megaswift.lock").open("w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)  # ends with the process
+            remove_stale_lock(folder / "lock")
+            return build()
+
+    random._get_share_storage = get_share_storage
+
+
+def remove_stale_lock(lock: Path) -> None:
+    """Wait until a lock file is gone, or older than a build takes: then remove it."""
+    with contextlib.suppress(FileNotFoundError):
+        while time.time() - lock.stat().st_mtime < LONGEST_BUILD:
+            time.sleep(0.2)
+        lock.unlink()
 
 
 def _provide_weight_gradients_without_apex() -> None:
