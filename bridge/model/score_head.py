@@ -49,7 +49,7 @@ def classifier_architectures() -> dict[str, str]:
 
 def _classifier_architecture(config: HfConfig) -> str:
     classifiers, kind = classifier_architectures(), config.get("model_type", "")
-    if kind not in classifiers and family_of(config).has_tower(config):
+    if kind not in classifiers and "vision_config" in config and family_of(config).has_tower(config):
         # transformers has none for models with a vision tower. The name follows its rule.
         return config["architectures"][0].replace("ForConditionalGeneration", SUFFIX)
     if kind not in classifiers:

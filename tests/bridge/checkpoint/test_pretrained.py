@@ -65,8 +65,12 @@ def test_code_of_a_folder_never_runs(folder, capfd):
     assert "Do you wish" not in capfd.readouterr().out
 
 
-# Processors of images have no weights, and `templates` does not import `bridge`.
-PROCESSORS = "templates/media/processor_files.py", "tasks/rollout/image_inputs.py"
+# Processors of media have no weights, and `templates` does not import `bridge`.
+PROCESSORS = (
+    "templates/media/processor_files.py",
+    "templates/media/audio_processor.py",
+    "tasks/rollout/image_inputs.py",
+)
 LOADERS = {ROOT / name for name in ("bridge/checkpoint/pretrained.py", *PROCESSORS)}
 
 

@@ -49,13 +49,13 @@ def plant(fault: str | None) -> None:
     """Let completions see each other, or not see their prompt."""
     make = packed_seqs.make_segments
 
-    def make_faulty(bounds, cp_rank, cp_size, device, span=packed_seqs.FULL_SPAN, prefixes=()):
+    def make_faulty(bounds, cp_rank, cp_size, device, span=packed_seqs.FULL_SPAN, prefixes=(), blocks=()):
         if fault == "no prompt":
             prefixes = [-1] * len(prefixes)
         if fault == "each other" and any(number >= 0 for number in prefixes):  # all of a prompt's as one document
             starts = [bounds[n] for n, prefix in enumerate(prefixes) if prefix < 0]
             bounds, prefixes = [*starts, bounds[-1]], ()
-        return make(bounds, cp_rank, cp_size, device, span, prefixes)
+        return make(bounds, cp_rank, cp_size, device, span, prefixes, blocks)
 
     packed_seqs.make_segments = make_faulty
 
