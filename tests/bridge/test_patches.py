@@ -62,4 +62,4 @@ def test_a_lock_of_a_killed_build_is_removed(is_in_use, tmp_path, monkeypatch):
     assert random._get_share_storage() == "function"
     assert random._get_share_storage() == "function"
     assert seen == [False]
-    assert (time.time() - begin > 0.9) == is_in_use
+    assert not is_in_use or time.time() - begin > 0.9
