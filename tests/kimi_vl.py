@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-PREFIX = "language_model."  # of the language model's tensors
+PREFIX = "language_model."  # prefix of the language model's tensors
 
 
 class MoonViTConfig(PreTrainedConfig):

@@ -23,7 +23,7 @@ GEMMA_NAMES = {
     "boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"
 }  # fmt: skip
 GEMMA_SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>", *GEMMA_NAMES.values()]
-VOCABULARY = VOCAB + 100  # of the tokenizer; the model's is two rows larger
+VOCABULARY = VOCAB + 100  # size of the tokenizer; the model's is two rows larger
 
 # Those of the published checkpoints, without tools and without numbers of pictures.
 QWEN2_VL_TEMPLATE = """\

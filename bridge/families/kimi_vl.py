@@ -12,7 +12,7 @@ from .vision_tower import REPLICATED_PAIRED_QKV, TowerTable
 from .vlm_text import PROJECTOR, TOWER, TOWER_AND_PROJECTOR, nest_in_language_model, text_config, vision_config
 
 ARCHITECTURE = "KimiVLForConditionalGeneration"
-EPS = 1e-5  # of all norms in tower and projector; config.json has none
+EPS = 1e-5  # all norms in tower and projector; config.json has none
 VISION_DEFAULTS: HfConfig = {
     "model_type": "moonvit",
     "patch_size": 14,

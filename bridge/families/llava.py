@@ -20,7 +20,7 @@ from .vlm_text import (
 )
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
-LAYER = -2  # whose output is used: transformers' default of vision_feature_layer
+LAYER = -2  # layer whose output is used: transformers' default of vision_feature_layer
 # Of transformers' class, but for config.json without a vision_config, which has no tower here.
 VISION_DEFAULTS: HfConfig = {
     "model_type": "clip_vision_model",

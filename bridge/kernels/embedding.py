@@ -9,7 +9,7 @@ from torch import Tensor
 from . import LaunchArgs
 from .weight_gradient import mark_grad_added
 
-PLACES, COLUMNS = 32, 256  # of the gradients that a program sums
+PLACES, COLUMNS = 32, 256  # tile of gradients that a program sums
 BLOCKS: LaunchArgs = {"PLACES": PLACES, "COLUMNS": COLUMNS, "num_warps": 1}
 
 

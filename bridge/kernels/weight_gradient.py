@@ -43,8 +43,8 @@ def mark_grad_added(weight: Tensor) -> Tensor | None:
     """Mark the full gradient as added to `main_grad`. Return what the backward pass must return for `weight`."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
-        # The embedding and the output layer share the weight. The hook runs after both, and adds autograd's gradient
-        # of the one that did not add its own.
+        # The embedding and the output layer share the weight. The hook runs after both. If one did not add its
+        # gradient, the hook adds autograd's.
         return None
     # The weight itself is the dummy gradient, which takes no memory: autograd keeps it as `grad`, without a copy, until
     # the hook drops it. An existing `grad` would be added to, so that case needs zeros.

@@ -10,7 +10,7 @@ from ..mapping.param_mapping import Audio
 from .packed_seqs import to_device
 from .patch_plan import Blocks
 
-MAX_TIMESCALE = 10000.0  # of the sinusoidal positions
+MAX_TIMESCALE = 10000.0  # longest period of the sinusoidal positions, divided by 2 pi
 
 
 @dataclass(frozen=True)

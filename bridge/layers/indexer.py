@@ -14,7 +14,7 @@ from ..mapping.param_mapping import SparseAttention
 from .packed_seqs import Documents, Segments
 from .rope import apply_rotary, slice_rotary
 
-KEY_EPS = 1e-6  # of the norm of keys; transformers too ignores the eps in config.json here
+KEY_EPS = 1e-6  # norm of keys; transformers too ignores the eps in config.json here
 MAX_SCORES = 2**25  # in memory at once, in fp32
 
 
@@ -71,7 +71,8 @@ class Indexer(torch.nn.Module):
                 step = max(MAX_SCORES // (batch * self.sparse.heads * len(keys)), 1)
                 for begin in range(low, high, step):
                     chunk = slice(begin, min(begin + step, high))
-                    position = len(keys) - queries + begin + first - start  # of the chunk's first query, in the keys
+                    # Position of the chunk's first query in the keys.
+                    position = len(keys) - queries + begin + first - start
                     selection[chunk] = self._top_keys(query[chunk], keys, weights[chunk], position)
             start += queries
         return selection

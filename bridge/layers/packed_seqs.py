@@ -212,7 +212,7 @@ class Documents(PackedSeqParams):
     positions: Tensor | None = None  # [sequence, batch], within documents
     next_positions: Tensor | None = None  # see `next_positions`; for mtp.py
     delta_layout: Any = None  # DeltaLayout of delta_rule.py
-    selections: dict[int, Tensor] = field(default_factory=dict)  # by layer: see sparse_attention.py
+    selections: dict[int, Tensor] = field(default_factory=dict)  # selected keys by layer: see sparse_attention.py
     media: Any = None  # MediaFeatures of deepstack.py, on a stage that takes any
     loss_positions: Tensor | None = None  # [n]: positions of batch * sequence whose labels have a loss; None: all
 

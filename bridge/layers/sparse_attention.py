@@ -20,7 +20,7 @@ from .mla import LatentAttention
 from .packed_seqs import FULL_SPAN, Documents, Segments
 
 MAX_CHUNK = 512  # queries
-MAX_SCORES = 2**28  # of a chunk, in case that the kernel holds them in memory
+MAX_SCORES = 2**28  # scores per chunk, since a kernel may hold them in memory
 
 
 class SparseLatentAttention(LatentAttention):

@@ -10,7 +10,7 @@ from ..mapping.param_mapping import Audio, Vision
 from .audio_tower import AUDIO_MODULES, AudioTower
 from .vision_tower import VISION_MODULES, VisionTower
 
-TOWER_MODULES = tuple(dict.fromkeys(VISION_MODULES + AUDIO_MODULES))  # what is no merger
+TOWER_MODULES = tuple(dict.fromkeys(VISION_MODULES + AUDIO_MODULES))  # all modules but the mergers
 
 
 class TowerPart(nn.Module):
@@ -27,5 +27,5 @@ class TowerPart(nn.Module):
         super().__init__()
         self.config = config
         self.vision = None if vision is None else VisionTower(vision, config, device)
-        self.levels = 1 if vision is None else 1 + len(vision.deep_layers)  # of features, with those of DeepStack
+        self.levels = 1 if vision is None else 1 + len(vision.deep_layers)  # levels of features, DeepStack's included
         self.audio = None if audio is None else AudioTower(audio, config, device, self.levels)

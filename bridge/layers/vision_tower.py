@@ -152,7 +152,7 @@ class TowerLayer(nn.Module):
         self.has_fused_gelu = vision.activation == "gelu_pytorch_tanh" and vision.layer_bias
         self.norm1, self.norm2 = (_norm(vision, size, config, device, has_residual=True) for _ in range(2))
         self.linear_qkv = linear(size, 3 * size, bias=vision.qkv_bias and vision.key_bias)
-        self.query_value_bias = None  # of each head together
+        self.query_value_bias = None
         if vision.qkv_bias and not vision.key_bias:
             self.query_value_bias = nn.Parameter(torch.empty(2 * size, dtype=config.params_dtype, device=device))
         linear = partial(linear, bias=vision.layer_bias)

@@ -124,7 +124,7 @@ class Audio(TowerLayers):
     mel_bins: int
     chunk: int  # frames of the spectrogram that the convolutions see together
     block_chunks: int  # chunks that attend to each other
-    channels: int | None = None  # of three convolutions over time and frequency; None: two over time alone
+    channels: int | None = None  # outputs of three convolutions over time and frequency; None: two over time alone
     # Frames behind the end of an audio are zeros to each convolution: "never" (only to the first one), "short" (where
     # the audio has a single chunk), or "always".
     masks: str = "never"
@@ -208,8 +208,8 @@ class Architecture:
     qk_norm: str = "head"
     value_norm: bool = False  # values of each head are divided by their root mean square
     query_growth: QueryGrowth | None = None
-    mamba: Mamba | None = None  # of layers with this mixer
-    sparse: SparseAttention | None = None  # with multi_latent_attention only
+    mamba: Mamba | None = None  # sizes of the layers with this mixer
+    sparse: SparseAttention | None = None  # requires multi_latent_attention
     expert_bias: bool = False  # biases of both linear layers of each expert
     routing: Routing | None = None  # None: the moe_router settings in `transformer` suffice
     mtp_depths: int = 0  # layers of multi-token prediction to build; see layers/mtp.py

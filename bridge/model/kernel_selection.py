@@ -37,8 +37,8 @@ class Kernels:
     permutation: str | None = None  # token permutation: "own", "transformer_engine" or "plain"
     fp8: str | None = None  # format and recipe; None: no FP8
     delta_nets: str | None = None  # of gated delta nets: see delta_kernels; None: there are none
-    mamba: str | None = None  # of Mamba-2 layers: see mamba_kernels; None: there are none
-    selected_keys: int | None = None  # that a lightning indexer selects for a query; None: there is none
+    mamba: str | None = None  # kernels of Mamba-2 layers: see mamba_kernels; None: there are none
+    selected_keys: int | None = None  # keys that a lightning indexer selects for a query; None: there is no indexer
 
     @property
     def warnings(self) -> list[str]:

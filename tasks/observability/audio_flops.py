@@ -13,7 +13,7 @@ class AudioFlops:
 
     convolutions: int  # products of weights for a chunk
     chunk: int  # frames
-    positions: int  # of a chunk
+    positions: int  # positions per chunk
     block: int  # positions that attend to each other
     layers: int  # weights that a position is multiplied by
     merger: int  # those that a feature is multiplied by

@@ -19,14 +19,14 @@ from ..formats.schemas import UnusableRow, json_type
 from .images import data_of, local_file
 
 MOST_SECONDS = 3600
-HEADER_SECONDS = 0.5  # by which a header may be wrong
+HEADER_SECONDS = 0.5  # largest error of a header's length
 WHOLE_NUMBERS = {2: "<i2", 4: "<i4"}  # NumPy's types by bytes of a sample
 
 
 class AudioInfo(NamedTuple):
     """Facts from an audio's header."""
 
-    samples: int  # of each channel
+    samples: int  # samples per channel
     rate: int  # samples per second
 
     def resampled(self, rate: int) -> int:

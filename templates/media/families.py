@@ -138,6 +138,6 @@ def differing_setting(config: Mapping[str, Any], other: Mapping[str, Any]) -> st
         return "model_type"
     pairs = {name: (config.get(name), other.get(name)) for name in TOKEN_SETTINGS}
     for tower, names in (("vision_config", TOWER_SETTINGS), ("audio_config", AUDIO_SETTINGS)):
-        own, others = config.get(tower) or {}, other.get(tower) or {}
-        pairs |= {name: (own.get(name), others.get(name)) for name in names}
+        settings, other_settings = config.get(tower) or {}, other.get(tower) or {}
+        pairs |= {name: (settings.get(name), other_settings.get(name)) for name in names}
     return next((name for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]), None)

@@ -46,7 +46,7 @@ class MediaPlan(NamedTuple):
     """Size of an image, video or audio for the model."""
 
     kind: MediaKind
-    grid: Grid  # of an audio: frames of its spectrogram, 1 and 1
+    grid: Grid  # for an audio: frames of its spectrogram, 1 and 1
     tokens: int
     time_step: int = 1  # between the positions of a video's patches of time
     expansion: np.ndarray | None = None  # int32: ids that replace the placeholder; None: `tokens` placeholders
@@ -86,7 +86,7 @@ class VisionProcessor:
         self.patch_size, self.merge_size = self._rules.patch_size, self._rules.merge_size
         self.temporal_patch_size = self._rules.temporal_patch_size
         self.resample = int(getattr(image, "resample", 0))
-        self.mean = tuple(float(value) for value in getattr(image, "image_mean", ()))  # of values from 0 to 1
+        self.mean = tuple(float(value) for value in getattr(image, "image_mean", ()))  # mean of values from 0 to 1
         self.std = tuple(float(value) for value in getattr(image, "image_std", ()))
         if self.family.image is None and options.max_pixels is not None:
             raise ValueError(f"--max_pixels {options.max_pixels}: {self.model_type} takes no images. Remove it.")
