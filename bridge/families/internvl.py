@@ -3,20 +3,14 @@
 Images are cut into tiles of one size, which attend by themselves, each with a class token.
 """
 
-from dataclasses import replace
-
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Projector, Vision
+from ..mapping.param_mapping import Family, HfConfig, ParamMapping, Projector, Vision
 from .decoder import check_supported
 from .vision_tower import ACTIVATIONS, REPLICATED_Q_K_V, TowerTable
 from .vlm_text import (
-    NESTED_MODULES,
     PROJECTOR,
     TOWER,
-    TOWER_AND_PROJECTOR,
-    add_language_model_prefix,
-    nest_in_language_model,
-    nested_text_config,
     vision_config,
+    with_nested_text,
 )
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
@@ -47,23 +41,7 @@ LIMITS = (f"{ARCHITECTURE}: towers with use_qk_norm (InternViT-6B), videos, and 
 
 def with_tower(family: Family) -> Family:
     """Return a family of language models that is also the text model of InternVL."""
-
-    def architecture(config: HfConfig) -> Architecture:
-        decoder = family.architecture(config)
-        if "text_config" not in config:
-            return decoder
-        return replace(decoder, passthrough=TOWER_AND_PROJECTOR, module_names=NESTED_MODULES)
-
-    return replace(
-        family,
-        architectures=(*family.architectures, ARCHITECTURE),
-        architecture=architecture,
-        text_config=nested_text_config,
-        vision=lambda config: vision(config, family.defaults),
-        vision_mappings=vision_mappings,
-        vlm_names=(nest_in_language_model, add_language_model_prefix),
-        limits=family.limits + LIMITS,
-    )
+    return with_nested_text(family, ARCHITECTURE, vision=vision, vision_mappings=vision_mappings, limits=LIMITS)
 
 
 def vision(hf_config: HfConfig, text_defaults: HfConfig) -> Vision:

@@ -3,20 +3,15 @@
 An image is cropped to one square, whose features come from a layer before the tower's last, without its class token.
 """
 
-from dataclasses import replace
-
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Projector, Vision
+from ..mapping.param_mapping import Family, HfConfig, ParamMapping, Projector, Vision
 from . import siglip
 from .decoder import check_supported
 from .vision_tower import ACTIVATIONS, TowerTable
 from .vlm_text import (
     NESTED_MODULES,
     PROJECTOR,
-    TOWER_AND_PROJECTOR,
-    add_language_model_prefix,
-    nest_in_language_model,
-    nested_text_config,
     vision_config,
+    with_nested_text,
 )
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
@@ -39,22 +34,13 @@ LIMITS = (f"{ARCHITECTURE}: towers other than CLIP's, features of several layers
 
 def with_tower(family: Family) -> Family:
     """Return a family of language models that is also the text model of LLaVA."""
-
-    def architecture(config: HfConfig) -> Architecture:
-        decoder = family.architecture(config)
-        if "text_config" not in config:
-            return decoder
-        return replace(decoder, passthrough=TOWER_AND_PROJECTOR, module_names=siglip.MODULES + NESTED_MODULES)
-
-    return replace(
+    return with_nested_text(
         family,
-        architectures=(*family.architectures, ARCHITECTURE),
-        architecture=architecture,
-        text_config=nested_text_config,
-        vision=lambda config: vision(config, family.defaults),
+        ARCHITECTURE,
+        vision=vision,
         vision_mappings=vision_mappings,
-        vlm_names=(nest_in_language_model, add_language_model_prefix),
-        limits=family.limits + LIMITS,
+        limits=LIMITS,
+        module_names=siglip.MODULES + NESTED_MODULES,
     )
 
 

@@ -1,6 +1,9 @@
 """Text models of vision-language checkpoints: their part of config.json and their tensor names."""
 
-from ..mapping.param_mapping import HfConfig
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Vision
 
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 TOWER_AND_PROJECTOR = r"(model\.)?(vision_tower|multi_modal_projector)\."  # `Architecture.passthrough`
@@ -68,3 +71,35 @@ def add_language_model_prefix(name: str) -> str:
 def nest_in_language_model(name: str) -> str:
     """Prefix a tensor of the full text model, including its head, with language_model."""
     return "language_model." + name
+
+
+def with_nested_text(
+    family: Family,
+    name: str,
+    *,
+    vision: Callable[[HfConfig, HfConfig], Vision],
+    vision_mappings: Callable[[Vision], list[ParamMapping]],
+    limits: tuple[str, ...],
+    module_names: Sequence[tuple[str, str]] = NESTED_MODULES,
+) -> Family:
+    """Return a family of language models that is also the text model of the architecture `name`.
+
+    Files have the whole text model in language_model. vision: takes the raw config.json and the family's defaults
+    """
+
+    def architecture(config: HfConfig) -> Architecture:
+        decoder = family.architecture(config)
+        if "text_config" not in config:
+            return decoder
+        return replace(decoder, passthrough=TOWER_AND_PROJECTOR, module_names=tuple(module_names))
+
+    return replace(
+        family,
+        architectures=(*family.architectures, name),
+        architecture=architecture,
+        text_config=nested_text_config,
+        vision=lambda config: vision(config, family.defaults),
+        vision_mappings=vision_mappings,
+        vlm_names=(nest_in_language_model, add_language_model_prefix),
+        limits=family.limits + limits,
+    )
