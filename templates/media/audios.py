@@ -5,18 +5,16 @@ another format may be wrong by some samples: what is decoded is cut, or continue
 header, so that it has as many tokens as the data was prepared with.
 """
 
-import io
 import math
 import wave
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..formats.schemas import UnusableRow, json_type
-from .images import data_of, local_file
+from ..formats.schemas import UnusableRow
+from .sources import open_source
 
 MOST_SECONDS = 3600
 HEADER_SECONDS = 0.5  # largest error of a header's length
@@ -39,7 +37,7 @@ def audio_info(source: Any, *, allow_private: bool = False) -> AudioInfo:
 
     A WAV file that ends too early is refused too.
     """
-    with _opened(source, allow_private) as file:
+    with open_source(source, "audio", allow_private=allow_private) as file:
         if info := _wave_info(file):
             return _checked(info)
         with _container(file) as container:
@@ -51,7 +49,7 @@ def read_audio(source: Any, rate: int, *, allow_private: bool = False) -> np.nda
 
     Raises ValueError without SciPy, if its own rate is another.
     """
-    with _opened(source, allow_private) as file:
+    with open_source(source, "audio", allow_private=allow_private) as file:
         if info := _wave_info(file):
             samples = _read_wave(file)
         else:
@@ -68,31 +66,6 @@ def _checked(info: AudioInfo) -> AudioInfo:
     if info.samples > MOST_SECONDS * info.rate:
         raise UnusableRow(f"an audio is longer than {MOST_SECONDS} seconds")
     return info
-
-
-@contextmanager
-def _opened(source: Any, allow_private: bool) -> Iterator[Any]:
-    """Open an audio's bytes."""
-    if isinstance(source, dict):
-        data, path = source.get("bytes"), source.get("path")
-        if data is None and not isinstance(path, str):
-            raise UnusableRow("an audio has neither bytes nor a path")
-        source = path if data is None else data
-    if isinstance(source, str):
-        if not source or "\0" in source:
-            raise UnusableRow("the path of an audio is empty" if not source else "the path of an audio has a NUL")
-        source = data_of(source) or local_file(source, "audio", allow_private=allow_private)
-    if isinstance(source, bytes | bytearray | memoryview):
-        yield io.BytesIO(source)
-        return
-    if not isinstance(source, Path):
-        raise UnusableRow(f"an audio is {json_type(source)}, where a path, a URL or its bytes are expected")
-    try:
-        file = source.open("rb")
-    except OSError as error:
-        raise UnusableRow(f"an audio cannot be read ({(error.strerror or 'no such file').lower()})") from error
-    with file:
-        yield file
 
 
 def _wave_info(file: Any) -> AudioInfo | None:

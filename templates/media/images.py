@@ -4,28 +4,20 @@ Training and engines both read images here, so that they see the same pixels: tu
 white.
 """
 
-import base64
-import binascii
 import io
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
-from urllib.parse import unquote, urlsplit
 
-from ..formats.schemas import UnusableRow, json_type
-from .download import cached_file, is_url
+from ..formats.schemas import UnusableRow
+from .sources import open_source
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_PIXELS = 178_956_970  # twice PIL's own limit, above which it sees a decompression bomb
 TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
-# Of images and audios in base64.
-SIGNATURES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A", "ZkxhQ", "T2dnUw", "SUQz")
-SHORTEST_BASE64 = 512  # characters; shorter text without a signature is a path
 TAIL = 64  # bytes at a file's end that show whether it is whole
 
 
@@ -51,37 +43,6 @@ def open_image(source: Any, *, allow_private: bool = False) -> "Image":
         return _to_rgb(image)
 
 
-def local_file(source: str, kind: str, *, allow_private: bool = False) -> Path:
-    """Return the file of a path or URL. A relative path is in ROOT_IMAGE_DIR, if that is set."""
-    if is_url(source):
-        return cached_file(source, kind, allow_private=allow_private)
-    if source[:7].lower() == "file://":
-        parts = urlsplit(source)
-        if parts.netloc not in ("", "localhost"):
-            raise UnusableRow("a file:// URL of its media names another machine")
-        source = unquote(parts.path)
-    return Path(os.environ.get("ROOT_IMAGE_DIR") or "", source).expanduser()
-
-
-def data_of(source: str) -> bytes | None:
-    """Return the bytes of a data URI or of base64; None for another text."""
-    if source[:5].lower() == "data:":
-        head, comma, data = source.partition(",")
-        if not comma or not head.lower().endswith(";base64"):
-            raise UnusableRow("a data URI of its media is not in base64")
-        return _decode(data)
-    is_base64 = source.startswith(SIGNATURES) or len(source) >= SHORTEST_BASE64
-    # Base64 has no dot, and most names of files have one.
-    return _decode(source) if is_base64 and "." not in source and not os.path.exists(source) else None
-
-
-def _decode(data: str) -> bytes:
-    try:
-        return base64.b64decode(data.encode(), altchars=b"-_" if "-" in data or "_" in data else None)
-    except (binascii.Error, UnicodeEncodeError) as error:
-        raise UnusableRow("an image is in broken base64") from error
-
-
 def _is_pil(source: Any) -> bool:
     from PIL.Image import Image
 
@@ -93,7 +54,7 @@ def _opened(source: Any, allow_private: bool) -> "Iterator[tuple[BinaryIO, Image
     """Open an image that is not decoded yet. Its errors become UnusableRow."""
     from PIL import Image, UnidentifiedImageError
 
-    with _stream(source, allow_private) as file:
+    with open_source(source, "image", allow_private=allow_private) as file:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -111,33 +72,6 @@ def _opened(source: Any, allow_private: bool) -> "Iterator[tuple[BinaryIO, Image
 
 def _too_large() -> UnusableRow:
     return UnusableRow(f"an image has more than {MOST_PIXELS:,} pixels, as a decompression bomb")
-
-
-@contextmanager
-def _stream(source: Any, allow_private: bool) -> Iterator[BinaryIO]:
-    if isinstance(source, dict):
-        data, path = source.get("bytes"), source.get("path")
-        if data is None and not isinstance(path, str):
-            raise UnusableRow("an image has neither bytes nor a path")
-        source = path if data is None else data
-    if isinstance(source, str):
-        if not source or "\0" in source:
-            raise UnusableRow("the path of an image is empty" if not source else "the path of an image has a NUL")
-        if is_url(source):
-            source = local_file(source, "image", allow_private=allow_private)
-        else:
-            source = data_of(source) or local_file(source, "image")
-    if isinstance(source, bytes | bytearray | memoryview):
-        yield io.BytesIO(source)
-        return
-    if not isinstance(source, Path):
-        raise UnusableRow(f"an image is {json_type(source)}, where a path, a URL or its bytes are expected")
-    try:
-        file = source.open("rb")
-    except OSError as error:
-        raise UnusableRow(f"an image cannot be read ({(error.strerror or 'no such file').lower()})") from error
-    with file:
-        yield file
 
 
 def _load(image: "Image") -> None:

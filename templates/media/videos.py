@@ -4,11 +4,13 @@ import io
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..formats.schemas import UnusableRow, json_type
-from .images import data_of, image_size, local_file, open_image
+from .images import image_size, open_image
 from .limits import MediaLimits
+from .sources import data_or_file
 
 if TYPE_CHECKING:
     import torch
@@ -106,13 +108,13 @@ def _opened(source: Any, allow_private: bool) -> Iterator[tuple[Any, Any]]:
     if isinstance(source, dict):
         source = source.get("path") if source.get("bytes") is None else source["bytes"]
     if isinstance(source, str):
-        source = data_of(source) or str(local_file(source, "video", allow_private=allow_private))
+        source = data_or_file(source, "video", allow_private=allow_private)
     if isinstance(source, bytes | bytearray | memoryview):
         source = io.BytesIO(source)
-    elif not isinstance(source, str):
+    elif not isinstance(source, Path):
         raise UnusableRow(f"a video is {json_type(source)}, where a path, a URL or a list of images is expected")
     try:
-        with av.open(source) as container:
+        with av.open(str(source) if isinstance(source, Path) else source) as container:
             if not container.streams.video:
                 raise UnusableRow("a video has no stream of frames")
             yield container, container.streams.video[0]

@@ -245,3 +245,8 @@ def test_headers_alone_are_read_in_preparation(heard, tmp_path: Path, monkeypatc
     monkeypatch.setattr("megaswift.templates.media.audio_processor.read_audio", None)
     plan = heard.vision().plan(Medium("audio", str(file)))
     assert (plan.kind, plan.grid, plan.tokens) == ("audio", (312, 1, 1), 13 * 3 + 2)
+
+
+def test_an_audio_in_broken_base64_is_called_one():
+    with pytest.raises(UnusableRow, match="an audio is in broken base64"):
+        audio_info("data:audio/wav;base64,A")
