@@ -63,6 +63,10 @@ OPTIONAL = {  # package: (purpose, how to install)
         "Mamba-2 layers of Nemotron-H and Nemotron 3 on GPUs (without it: plain PyTorch, slower)",
         f"{INSTALL} --no-build-isolation mamba-ssm",
     ),
+    "flash-attn-4": (
+        "attention on H100 and H200 (without it: cuDNN's, or this package's)",
+        f"{INSTALL} 'flash-attn-4[cu13]'",
+    ),
     "flash-attn": (
         "--attention_backend flash (without it: cuDNN's or torch's flash attention)",
         f"MAX_JOBS=8 {INSTALL} --no-build-isolation flash-attn",

@@ -1,7 +1,8 @@
 """Attention over packed documents, with rotary embeddings and context parallelism: a `core_attention` for layer specs.
 
-It rotates queries and keys by their position ids, then calls the available kernel: Transformer Engine's, megaswift's
-for packed documents on a GPU (or torch's flash attention), or one `scaled_dot_product_attention` per document on a CPU.
+It rotates queries and keys by their position ids, then calls the available kernel: FlashAttention-4's, Transformer
+Engine's, megaswift's for packed documents on a GPU (or torch's flash attention), or one `scaled_dot_product_attention`
+per document on a CPU.
 `config.architecture` describes each layer.
 """
 
@@ -32,7 +33,7 @@ MAX_FLASH_DIM = 256  # widest head that flash kernels support
 class CoreAttention(MegatronModule):
     """softmax(q k' * scale) v within each document, with the arguments of megatron-core's `core_attention`.
 
-    `config.attention_kernel` (set by the model builder) is "transformer_engine", "varlen" or "sdpa".
+    `config.attention_kernel` (set by the model builder) is "flash", "transformer_engine", "varlen" or "sdpa".
     """
 
     def __init__(
@@ -172,7 +173,15 @@ class CoreAttention(MegatronModule):
         if has_kernel and query.shape[1] == 1 and not (self.training and self.dropout):
             query, key, value = (x.squeeze(1) for x in (query, key, value))
             output = varlen_attention(
-                query, key, value, segments, self.softmax_scale, self.softmax_offset, self.score_cap
+                query,
+                key,
+                value,
+                segments,
+                self.softmax_scale,
+                self.softmax_offset,
+                self.score_cap,
+                uses_flash=self.kernel == "flash",
+                is_deterministic=self.config.deterministic_mode,
             )
             return output.unsqueeze(1)
         if self.training and self.dropout and not self.config.sequence_parallel:

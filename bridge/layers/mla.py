@@ -205,8 +205,9 @@ class LatentAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, selection: Tensor | None
     ) -> Tensor:
         """Return the attention output, [sequence, batch, heads * v_head_dim]."""
-        # Flash kernels need values as wide as keys: pad with zeros, and slice the output.
-        padding = self.query_dim - value.shape[-1] if self.core_attention.kernel != "sdpa" else 0
+        # Some kernels need values as wide as keys: pad with zeros, and slice the output.
+        pads = self.core_attention.kernel in ("transformer_engine", "varlen")
+        padding = self.query_dim - value.shape[-1] if pads else 0
         value = F.pad(value, (0, padding))
         batch = query.shape[1]
         if documents.qkv_format == "thd":

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import usable
+from ..kernels.flash_attention import FlashAttention
 from .packed_seqs import Segments
 
 MAX_HEAD_DIM = 128  # up to which kernels/attention.py is faster: the sums of wider heads do not fit into registers
@@ -63,18 +64,33 @@ def varlen_attention(
     scale: float | None,
     sinks: Tensor | None,
     cap: float | None = None,
+    *,
+    uses_flash: bool = False,
+    is_deterministic: bool = False,
 ) -> Tensor:
     """Compute causal flash attention over segments: query [tokens, heads, dim], key and value [tokens, groups, dim].
 
-    cap: see `Architecture.score_cap`. Raises ValueError where no kernel has caps for heads or documents of this size.
+    cap: see `Architecture.score_cap`. Raises ValueError where no kernel has caps for heads or documents of this size
+    uses_flash: by FlashAttention-4, whose values may have another dim than queries, if no score is capped
     """
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    if uses_flash and cap is None:
+        flash = FlashAttention(
+            segments.query_ends,
+            segments.key_ends,
+            max(segments.queries),
+            max(segments.keys),
+            factor,
+            window=segments.window,
+            is_deterministic=is_deterministic,
+        )
+        return KernelAttention.apply(query, key, value, sinks, flash.forward, flash.backward)  # type: ignore[return-value]
     # The Triton kernels index a document's elements with 32 bits.
     largest = max(max(segments.queries) * query.stride(0), max(segments.keys) * max(key.stride(0), value.stride(0)))
     dim = query.shape[-1]
     is_supported = dim <= (MAX_HEAD_DIM if cap is None else MAX_CAPPED_DIM) and largest < 2**31 and usable(query)
     if cap is not None and not is_supported:
         raise ValueError(f"no kernel caps the scores of heads of {dim} over {max(segments.keys)} tokens of a document")
-    factor = dim**-0.5 if scale is None else scale
     passes = _triton_passes(segments, factor, cap) if is_supported else _aten_passes(segments, factor)
     return KernelAttention.apply(query, key, value, sinks, *passes)  # type: ignore[return-value]
 

@@ -9,7 +9,7 @@ MoonViT: https://arxiv.org/abs/2504.07491, SigLIP: https://arxiv.org/abs/2303.15
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..kernels import usable
+from ..kernels.flash_attention import FlashAttention
 from ..kernels.weight_gradient import has_main_grad, linear
 from ..mapping.param_mapping import Projector, TowerLayers, Vision
 from .norm import LayerNorm, RMSNorm, ZeroCentredNorm
 from .patch_plan import Blocks, PatchPlan
+from .sinks import KernelAttention
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
@@ -77,8 +79,11 @@ FAST_HEAD_DIMS = 64, 128
 
 
 def make_attention(vision: TowerLayers, config: TransformerConfig) -> Attention:
-    """Return the attention within blocks: Transformer Engine's if the language model has it, else torch's."""
-    if config.attention_kernel != "transformer_engine" or vision.window:  # type: ignore[attr-defined]
+    """Return the attention within blocks: the language model's by FlashAttention-4 or cuDNN, else torch's."""
+    kernel: str = config.attention_kernel  # type: ignore[attr-defined]
+    if kernel == "flash" and vision.hidden_size // vision.num_heads % 8 == 0:
+        return Attention(partial(attend_by_flash, is_deterministic=config.deterministic_mode))
+    if kernel != "transformer_engine" or vision.window:
         return Attention(attend)
     from transformer_engine.pytorch import DotProductAttention  # pyright: ignore[reportMissingImports]
 
@@ -102,6 +107,14 @@ def make_attention(vision: TowerLayers, config: TransformerConfig) -> Attention:
         return attention(query, key, value, ends, longest, run_module)
 
     return Attention(attend_by_engine, next((size for size in FAST_HEAD_DIMS if size >= head_dim), None))
+
+
+def attend_by_flash(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, is_deterministic: bool) -> Tensor:
+    """Compute attention within each block by FlashAttention-4: [patches, heads, head_dim] each."""
+    ends, longest = blocks.cu_seqlens, max(blocks.lengths)
+    scale = query.shape[-1] ** -0.5
+    flash = FlashAttention(ends, ends, longest, longest, scale, is_causal=False, is_deterministic=is_deterministic)
+    return cast(Tensor, KernelAttention.apply(query, key, value, None, flash.forward, flash.backward))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:

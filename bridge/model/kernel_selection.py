@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from .. import runtime
-from ..kernels import usable
+from ..kernels import flash_attention, usable
 from ..layers.gated_delta import delta_kernels
 from ..layers.mamba import mamba_kernels
 from ..mapping import fp8
@@ -32,7 +32,7 @@ class Kernels:
     """Kernels selected for this machine."""
 
     transformer_engine: bool
-    attention: str  # "transformer_engine", "varlen" or "sdpa": see layers/attention.py
+    attention: str  # "flash", "transformer_engine", "varlen" or "sdpa": see layers/attention.py
     dispatcher: str | None = None  # token dispatcher; None: no experts
     permutation: str | None = None  # token permutation: "own", "transformer_engine" or "plain"
     fp8: str | None = None  # format and recipe; None: no FP8
@@ -57,11 +57,11 @@ class Kernels:
         return warnings
 
     def attention_backend(self, options: KernelOptions) -> AttnBackend:
-        """Return Transformer Engine's backend: flash only if flash-attn is installed, else its automatic choice."""
+        """Return Transformer Engine's backend: flash only if flash-attn 2 is installed, else its automatic choice."""
         name = options.attention_backend
         if name in ("unfused", "fused"):
             return AttnBackend[name]
-        return AttnBackend.flash if name.startswith("flash") and find_spec("flash_attn") else AttnBackend.auto
+        return AttnBackend.flash if name.startswith("flash") and find_spec("flash_attn_2_cuda") else AttnBackend.auto
 
     def context_exchange(self, options: ParallelOptions) -> str:
         """Return context parallelism's cp_comm_type: ours gathers keys and values; `a2a+p2p` needs more groups."""
@@ -72,6 +72,7 @@ class Kernels:
     def __str__(self) -> str:
         layers = "Transformer Engine" if self.transformer_engine else "built-in"
         attention = {
+            "flash": "FlashAttention-4",
             "transformer_engine": "Transformer Engine (cuDNN or flash-attn)",
             "varlen": "built-in kernel for packed documents, or PyTorch's flash attention",
             "sdpa": "PyTorch's scaled_dot_product_attention, one document at a time",
@@ -110,6 +111,8 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
     # Flash kernels need half precision and head sizes that are multiples of eight.
     if dtype == torch.float32 or not on_gpu or any(size % 8 for size in _head_sizes(architecture)):
         attention = "sdpa"
+    elif _uses_flash(options, architecture):
+        attention = "flash"
     elif (
         has_engine
         and "local" not in (options.transformer_impl, options.attention_backend)
@@ -137,6 +140,21 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
         dispatcher = "alltoall"
     permutation = _permutation(options, dispatcher, transformer_engine=has_engine)
     return Kernels(use_engine, attention, dispatcher, permutation, precision, **kinds)
+
+
+def _uses_flash(options: BuildOptions, architecture: Architecture) -> bool:
+    """Return whether attention runs by FlashAttention-4, where it is installed.
+
+    With context parallelism Transformer Engine sends keys and values in a ring, instead of gathering and keeping all.
+    """
+    return (
+        flash_attention.is_usable()
+        and options.attention_backend in ("auto", "flash", "flash_4")
+        and options.context_parallel_size == 1
+        and not options.attention_dropout
+        and architecture.score_cap is None
+        and max(_head_sizes(architecture)) <= flash_attention.MAX_DIM
+    )
 
 
 def _permutation(options: BuildOptions, dispatcher: str, *, transformer_engine: bool) -> str:

@@ -8,7 +8,7 @@ import torch
 
 PACKAGES = (
     "megaswift", "torch", "megatron-core", "transformer-engine", "transformers", "peft", "datasets", "vllm",
-    "flash-attn", "flash-linear-attention", "mamba-ssm", "emerging-optimizers",
+    "flash-attn", "flash-attn-4", "flash-linear-attention", "mamba-ssm", "emerging-optimizers",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from megaswift.bridge.families import family_of
+from megaswift.bridge.kernels import flash_attention
 from megaswift.bridge.layers import gated_delta, mamba
 from megaswift.bridge.model.kernel_selection import choose_kernels
 from megaswift.bridge.options import BuildOptions
@@ -61,3 +62,26 @@ def test_attention_to_selected_keys_is_named():
     about = tiny.config("deepseek_v32").to_dict()
     kernels = choose_kernels(BuildOptions(), family_of(about).describe(about), FP32)
     assert "; of documents beyond 24 tokens: plain PyTorch, to selected keys" in str(kernels)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "attention"),
+    [
+        ("qwen3", {}, "flash"),
+        ("qwen3", {"attention_backend": "flash_4"}, "flash"),
+        ("gpt_oss", {}, "flash"),  # sinks
+        ("deepseek_v3", {}, "sdpa"),  # whose heads here are no multiples of 8
+        ("qwen3", {"attention_backend": "local"}, "varlen"),
+        ("qwen3", {"attention_backend": "flash_2"}, "varlen"),
+        ("qwen3", {"attention_dropout": 0.1}, "varlen"),
+        ("qwen3", {"context_parallel_size": 2}, "varlen"),
+    ],
+)
+def test_flash_attention_runs_where_it_supports_the_model(monkeypatch, family, flags, attention):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(flash_attention, "is_usable", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    about = tiny.config(family).to_dict()
+    kernels = choose_kernels(BuildOptions(moe_permute_fusion=False, **flags), family_of(about).describe(about), BF16)
+    assert kernels.attention == attention
+    assert ("FlashAttention-4" in str(kernels)) == (attention == "flash")
