@@ -14,7 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_DIM = 256  # widest head
+# Sizes of heads (of queries and keys, of values) whose gradients are right. At 72, 80 and 192 those of queries are
+# wrong (4.0.0b19, H200).
+HEAD_SIZES = (64, 64), (128, 128), (192, 128), (256, 256)
+FORWARD_HEAD_SIZES = 64, 72, 80, 128  # without a backward pass
 CAPABILITY = 9  # major number of the devices on which the kernels were measured: H100, H200
 
 
@@ -61,7 +64,12 @@ class FlashAttention(NamedTuple):
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value. grad: like output"""
+        """Return the gradients of query, key and value. grad: like output
+
+        Raises ValueError for sizes of heads that are not in HEAD_SIZES.
+        """
+        if (query.shape[-1], value.shape[-1]) not in HEAD_SIZES:
+            raise ValueError(f"FlashAttention-4 has no correct gradients for heads of {query.shape[-1]}")
         return _module()._flash_attn_bwd(
             query, key, value, output, grad, log_sum, deterministic=self.is_deterministic, **self._arguments()
         )[:3]

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..kernels import usable
-from ..kernels.flash_attention import FlashAttention
+from ..kernels.flash_attention import FORWARD_HEAD_SIZES, FlashAttention
 from ..kernels.weight_gradient import has_main_grad, linear
 from ..mapping.param_mapping import Projector, TowerLayers, Vision
 from .norm import LayerNorm, RMSNorm, ZeroCentredNorm
@@ -73,23 +73,26 @@ class Attention:
     trained_head_dim: int | None = None
 
 
-# cuDNN's backward pass has a fast kernel for the sums over a head's dimensions at these sizes. With 72 dimensions
-# (Qwen3-VL-8B, 30B-A3B) those sums took 17 ms for 15,000 patches, and the backward pass itself 41 ms (H200).
+# At these sizes FlashAttention-4's backward pass is right, and cuDNN's has a fast kernel for the sums over a head's
+# dimensions. With 72 dimensions (Qwen3-VL-8B, 30B-A3B) those sums took 17 ms for 15,000 patches, and the backward pass
+# itself 41 ms (H200).
 FAST_HEAD_DIMS = 64, 128
 
 
 def make_attention(vision: TowerLayers, config: TransformerConfig) -> Attention:
     """Return the attention within blocks: the language model's by FlashAttention-4 or cuDNN, else torch's."""
     kernel: str = config.attention_kernel  # type: ignore[attr-defined]
-    if kernel == "flash" and vision.hidden_size // vision.num_heads % 8 == 0:
-        return Attention(partial(attend_by_flash, is_deterministic=config.deterministic_mode))
+    head_dim = vision.hidden_size // vision.num_heads
+    padded_dim = next((size for size in FAST_HEAD_DIMS if size >= head_dim), None)
+    if kernel == "flash" and head_dim in FORWARD_HEAD_SIZES:
+        run = partial(attend_by_flash, scale=head_dim**-0.5, is_deterministic=config.deterministic_mode)
+        return Attention(run, padded_dim)
     if kernel != "transformer_engine" or vision.window:
         return Attention(attend)
     from transformer_engine.pytorch import DotProductAttention  # pyright: ignore[reportMissingImports]
 
     from ..kernels.cudnn_attention import Mask, PackedAttention
 
-    head_dim = vision.hidden_size // vision.num_heads
     scale = head_dim**-0.5
 
     @cache
@@ -106,13 +109,14 @@ def make_attention(vision: TowerLayers, config: TransformerConfig) -> Attention:
         run_module = partial(attention.module, query, key, value, cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
         return attention(query, key, value, ends, longest, run_module)
 
-    return Attention(attend_by_engine, next((size for size in FAST_HEAD_DIMS if size >= head_dim), None))
+    return Attention(attend_by_engine, padded_dim)
 
 
-def attend_by_flash(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, is_deterministic: bool) -> Tensor:
+def attend_by_flash(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: float, is_deterministic: bool
+) -> Tensor:
     """Compute attention within each block by FlashAttention-4: [patches, heads, head_dim] each."""
     ends, longest = blocks.cu_seqlens, max(blocks.lengths)
-    scale = query.shape[-1] ** -0.5
     flash = FlashAttention(ends, ends, longest, longest, scale, is_causal=False, is_deterministic=is_deterministic)
     return cast(Tensor, KernelAttention.apply(query, key, value, None, flash.forward, flash.backward))
 

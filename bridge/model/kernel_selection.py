@@ -153,7 +153,7 @@ def _uses_flash(options: BuildOptions, architecture: Architecture) -> bool:
         and options.context_parallel_size == 1
         and not options.attention_dropout
         and architecture.score_cap is None
-        and max(_head_sizes(architecture)) <= flash_attention.MAX_DIM
+        and _head_sizes(architecture) in flash_attention.HEAD_SIZES
     )
 
 
@@ -169,9 +169,9 @@ def _permutation(options: BuildOptions, dispatcher: str, *, transformer_engine: 
     return "transformer_engine" if transformer_engine else "plain"
 
 
-def _head_sizes(architecture: Architecture) -> tuple[int, ...]:
+def _head_sizes(architecture: Architecture) -> tuple[int, int]:
     """Return the head sizes of keys and of values."""
     arguments = architecture.transformer
     if arguments.get("multi_latent_attention"):
         return arguments["qk_head_dim"] + arguments["qk_pos_emb_head_dim"], arguments["v_head_dim"]
-    return (arguments["kv_channels"],)
+    return arguments["kv_channels"], arguments["kv_channels"]

@@ -22,10 +22,11 @@ def plain(query, key, value, segments, scale, cap):
         query.split(segments.queries), key.split(segments.keys), value.split(segments.keys), strict=True
     ):
         k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
-        at = torch.arange(len(q)).unsqueeze(1) + len(k) - len(q)
-        met = torch.arange(len(k)) <= at
+        at = torch.arange(len(q), device=q.device).unsqueeze(1) + len(k) - len(q)
+        row = torch.arange(len(k), device=q.device)
+        met = row <= at
         if segments.window:
-            met &= torch.arange(len(k)) > at - segments.window
+            met &= row > at - segments.window
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         scores = scores if cap is None else cap * (scores / cap).tanh()
         scores = scores.masked_fill(~met, -torch.inf)

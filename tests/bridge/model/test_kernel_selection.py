@@ -70,7 +70,7 @@ def test_attention_to_selected_keys_is_named():
         ("qwen3", {}, "flash"),
         ("qwen3", {"attention_backend": "flash_4"}, "flash"),
         ("gpt_oss", {}, "flash"),  # sinks
-        ("deepseek_v3", {}, "sdpa"),  # whose heads here are no multiples of 8
+        ("deepseek_v3", {}, "sdpa"),  # its heads have 18 and 14 dimensions
         ("qwen3", {"attention_backend": "local"}, "varlen"),
         ("qwen3", {"attention_backend": "flash_2"}, "varlen"),
         ("qwen3", {"attention_dropout": 0.1}, "varlen"),
@@ -81,7 +81,7 @@ def test_flash_attention_runs_where_it_supports_the_model(monkeypatch, family, f
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flash_attention, "is_usable", lambda: True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    about = tiny.config(family).to_dict()
+    about = tiny.config(family, head_dim=64).to_dict()
     kernels = choose_kernels(BuildOptions(moe_permute_fusion=False, **flags), family_of(about).describe(about), BF16)
     assert kernels.attention == attention
     assert ("FlashAttention-4" in str(kernels)) == (attention == "flash")
