@@ -67,11 +67,12 @@ Shape = tuple[int, ...]
 
 
 def paths(name: str, work: Path) -> tuple[Path, Path]:
-    """Return the folder of the checkpoint and the file of the text."""
+    """Return the folder of the checkpoint, one for all rows of a model, and the file of the text."""
     row = ROWS[name]
     kind = ["text"] if row.pictures is None else ["pictures", *row.pictures]
     parts = kind if row.documents is None else [*kind, row.documents]
-    return work / name.partition("-trained")[0], work / f"{'-'.join(map(str, parts))}.jsonl"
+    first = next(other for other in ROWS if ROWS[other].config == row.config)
+    return work / first, work / f"{'-'.join(map(str, parts))}.jsonl"
 
 
 def make(row: Row, folder: Path, data: Path) -> None:

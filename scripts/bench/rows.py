@@ -34,6 +34,7 @@ QWEN3_MOE = QWEN3 | {
 }
 SIZES = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
     "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36},
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -96,6 +97,7 @@ def qwen3_vl(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
 
 
 OVERLAP = "--overlap_grad_reduce true --overlap_param_gather true"
+RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ class Row:
         return self.global_batch * (1 if self.gpus else gpus)
 
 
+QWEN3_SMALL = QWEN3 | SIZES["0.6b"] | TIED
+QWEN3_MEDIUM = QWEN3 | SIZES["1.7b"] | TIED
 QWEN3_VL_4B = qwen3_vl(QWEN3 | SIZES["4b"] | TIED, TOWERS["4b"])
 QWEN3_VL_MOE = qwen3_vl(QWEN3_MOE | {"num_hidden_layers": 8}, TOWERS["30b"])
 FROZEN = "--freeze_vit true --freeze_aligner true"
@@ -129,7 +133,7 @@ TRAINED = "--freeze_vit false --freeze_aligner false"
 PICTURES = (256, 1024)
 
 ROWS = {
-    "0.6b": Row("Qwen3-0.6B", QWEN3 | SIZES["0.6b"] | TIED, 4, 16, min_speedup={"ours": 1.4}),
+    "0.6b": Row("Qwen3-0.6B", QWEN3_SMALL, 4, 16, min_speedup={"ours": 1.4}),
     "4b": Row(
         "Qwen3-4B", QWEN3 | SIZES["4b"] | TIED, 2, 16, steps=8, min_speedup={"ours": 1.2}, mfu=0.52, first_step=30
     ),
@@ -251,6 +255,55 @@ ROWS = {
         layout=TRAINED,
         peer="--moe_permute_fusion true --vit_gradient_checkpointing false",
         min_speedup={"ours": 3.0},
+    ),
+    # Rows that vary what `megatron plan` estimates. An H100 holds them, some with LoRA only.
+    "0.6b-mb8": Row("Qwen3-0.6B, micro batch of eight packs", QWEN3_SMALL, 8, 32),
+    "0.6b-32k": Row("Qwen3-0.6B, packs of 32,768", QWEN3_SMALL, 1, 4, length=32_768),
+    "1.7b": Row("Qwen3-1.7B", QWEN3_MEDIUM, 2, 16),
+    "1.7b-32k-recompute": Row(
+        "Qwen3-1.7B, packs of 32,768, recomputed", QWEN3_MEDIUM, 1, 2, length=32_768, layout=RECOMPUTE
+    ),
+    "1.7b-offload": Row(
+        "Qwen3-1.7B, optimizer on the host", QWEN3_MEDIUM, 4, 16, layout="--optimizer_cpu_offload true"
+    ),
+    "1.7b-32k-cp2": Row(
+        "Qwen3-1.7B, packs of 32,768, CP2",
+        QWEN3_MEDIUM,
+        1,
+        4,
+        gpus=2,
+        length=32_768,
+        layout="--context_parallel_size 2",
+    ),
+    "4b-8k": Row("Qwen3-4B, packs of 8,192", QWEN3 | SIZES["4b"] | TIED, 1, 8, length=8192),
+    "4b-tp2": Row(
+        "Qwen3-4B, TP2",
+        QWEN3 | SIZES["4b"] | TIED,
+        2,
+        16,
+        gpus=2,
+        layout="--tensor_model_parallel_size 2 --sequence_parallel true",
+    ),
+    "4b-pp2": Row(
+        "Qwen3-4B, PP2", QWEN3 | SIZES["4b"] | TIED, 1, 16, gpus=2, layout="--pipeline_model_parallel_size 2"
+    ),
+    "8b-32k-recompute": Row(
+        "Qwen3-8B, packs of 32,768, recomputed",
+        QWEN3 | SIZES["8b"],
+        1,
+        1,
+        steps=7,
+        length=32_768,
+        layout=RECOMPUTE,
+    ),
+    "moe-8k": Row("Qwen3-30B-A3B, 8 layers, packs of 8,192", QWEN3_MOE | {"num_hidden_layers": 8}, 1, 8, length=8192),
+    "moe4-8k-recompute": Row(
+        "Qwen3-30B-A3B, 4 layers, packs of 8,192, recomputed",
+        QWEN3_MOE | {"num_hidden_layers": 4},
+        1,
+        8,
+        length=8192,
+        layout=RECOMPUTE,
     ),
     "tiny": Row("tiny, to try the script", QWEN3 | SIZES["tiny"], 1, 4, steps=4, length=512, documents=120),
     "vl-tiny": Row(
