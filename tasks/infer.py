@@ -311,6 +311,7 @@ class TransformersChat(ChatEngine):
 
         import torch
 
+        from ..templates.dataset.transformers_inputs import to_model
         from .rollout.transformers_engine import left_pad
 
         tokens, mask = left_pad([prompt.ids for prompt in prompts], self.settings.pad_token_id)
@@ -325,7 +326,7 @@ class TransformersChat(ChatEngine):
             output = self.model.generate(
                 tokens.to(self.model.device),
                 attention_mask=mask.to(self.model.device),
-                **{name: tensor.to(self.model.device) for name, tensor in media.items()},
+                **to_model(media, self.model.device, self.model.dtype),
                 generation_config=settings,
                 streamer=_streamer(self.tokenizer, emit) if emit else None,
             )

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.tiny_vision import VOCABULARY, _save, _text, tokenizer
+from tests.tiny_vision_files import _save, _text
+from tests.tiny_vision_text import VOCABULARY, tokenizer
 
 NAMES = {"audio_token": "<|audio_pad|>", "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>"}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *NAMES.values()]

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.tiny_vision_files import _save, _text
+from tests.tiny_vision_files import mean_of as mean_of
 from tests.tiny_vision_text import (
     GEMMA_NAMES,
     GEMMA_SPECIAL,
     GEMMA_TEMPLATE,
     GLM_SPECIAL,
     GLM_TEMPLATE,
-    INTERN_NAMES,
-    INTERN_SPECIAL,
-    INTERN_TEMPLATE,
     KIMI_SPECIAL,
     KIMI_TEMPLATE,
     LLAVA_SPECIAL,
@@ -27,10 +26,10 @@ from tests.tiny_vision_text import (
     MISTRAL_TEMPLATE,
     QWEN2_VL_TEMPLATE,
     QWEN3_VL_TEMPLATE,
-    SPECIAL,
-    VOCABULARY,
     tokenizer,
 )
+from tests.tiny_vision_text import VOCABULARY as VOCABULARY
+from tests.tiny_vision_tiles import internvl, llama4
 
 
 def picture(width: int, height: int, seed: int = 0):
@@ -234,38 +233,6 @@ def mistral3(folder: Path, seed: int = 0, tied: bool = False) -> Path:
     return _save(folder, Mistral3ForConditionalGeneration, config, processor, seed)
 
 
-def internvl(folder: Path, seed: int = 0) -> Path:
-    """Write a tiny InternVL 3.5 with its processor to a folder and return it. Its tiles have four tokens."""
-    from transformers import GotOcr2ImageProcessor, InternVLConfig, InternVLForConditionalGeneration, InternVLProcessor
-    from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
-
-    vocabulary = tokenizer(INTERN_SPECIAL, **INTERN_NAMES)
-    size = {"height": 56, "width": 56}
-    processor = InternVLProcessor(
-        GotOcr2ImageProcessor(size=size, crop_to_patches=True, max_patches=6),
-        vocabulary,
-        InternVLVideoProcessor(size=size),
-        image_seq_length=4,
-        chat_template=INTERN_TEMPLATE,
-    )
-    config = InternVLConfig(
-        text_config=_text({"rope_type": "default", "rope_theta": 500.0}) | {"model_type": "qwen3", "head_dim": 16},
-        vision_config={
-            "num_hidden_layers": 3,
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "intermediate_size": 56,
-            "patch_size": 14,
-            "image_size": 56,
-            "layer_scale_init_value": 1.0,
-        },
-        image_token_id=vocabulary.convert_tokens_to_ids("<IMG_CONTEXT>"),
-        image_seq_length=4,
-        tie_word_embeddings=False,
-    )
-    return _save(folder, InternVLForConditionalGeneration, config, processor, seed)
-
-
 def kimi_vl(folder: Path, seed: int = 0) -> Path:
     """Write a tiny Kimi-VL with its processor to a folder and return it."""
     from tests.kimi_vl import KimiVLConfig, KimiVLForConditionalGeneration, KimiVLProcessor
@@ -372,6 +339,7 @@ FAMILIES = {
     "gemma3": gemma3,
     "kimi_vl": kimi_vl,
     "internvl": internvl,
+    "llama4": llama4,
     "mistral3": mistral3,
     "glm4v": glm4v,
     "qwen2_5_vl": qwen2_5_vl,
@@ -379,23 +347,6 @@ FAMILIES = {
     "qwen3_vl_moe": lambda folder, **options: qwen3_vl(folder, moe=True, **options),
     "qwen3_5": qwen3_5,
 }
-
-
-def _text(rope: dict) -> dict:
-    return {
-        "vocab_size": VOCABULARY + 2,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": None,
-        "eos_token_id": SPECIAL.index("<|im_end|>"),
-        "pad_token_id": 0,
-        "rope_parameters": rope,
-    }
 
 
 def processor_of(folder: Path) -> Any:
@@ -430,41 +381,3 @@ def _token_ids(vocabulary) -> dict[str, int]:
         "vision_end_token_id": "<|vision_end|>",
     }
     return {name: vocabulary.convert_tokens_to_ids(token) for name, token in names.items()}
-
-
-def _save(folder: Path, kind, config, processor, seed: int) -> Path:
-    """Write a model in fp32 with every parameter random: matrices of std 0.2, norms about 1, biases too."""
-    model = kind._from_config(config, dtype=torch.float32) if hasattr(kind, "_from_config") else kind(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.copy_(noise + mean_of(model, name))
-    model.save_pretrained(folder)
-    _transpose_experts(Path(folder) / "model.safetensors")
-    processor.save_pretrained(folder)
-    return Path(folder)
-
-
-def mean_of(model, name: str) -> float:
-    """Return the mean of a parameter: norms scale by about 1, and delta nets forget slowly."""
-    if name.endswith("A_log"):
-        return -1.0
-    is_norm = ("norm" in name or "ln_q" in name) and name.endswith("weight")
-    adds_one = model.config.model_type.startswith("qwen3_5") and "visual" not in name and "linear_attn" not in name
-    return 1.0 if is_norm and not adds_one else 0.0
-
-
-def _transpose_experts(file: Path) -> None:
-    """Store stacked experts as on the hub, which transformers does only for models that it has loaded."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(file)
-    save_file(
-        {
-            name: t.transpose(1, 2).contiguous() if ".experts." in name and t.dim() == 3 else t
-            for name, t in tensors.items()
-        },
-        file,
-        metadata={"format": "pt"},
-    )

@@ -19,6 +19,9 @@ GLM_SPECIAL += ["<|image|>", "<|video|>"]
 KIMI_SPECIAL = ["[BOS]", "[EOS]", "[PAD]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>"]
 KIMI_SPECIAL += ["<|im_middle|>", "<|media_start|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"]
 LLAVA_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
+LLAMA_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot|>", "<|finetune_right_pad|>"]
+LLAMA_SPECIAL += ["<|header_start|>", "<|header_end|>", "<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"]
+LLAMA_SPECIAL += ["<|tile_x_separator|>", "<|tile_y_separator|>"]
 GEMMA_NAMES = {
     "boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"
 }  # fmt: skip
@@ -135,6 +138,20 @@ LLAVA_TEMPLATE = """\
 {% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
 
+# That of Llama 4, without tools.
+LLAMA_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|header_start|>' + message['role'] + '<|header_end|>\n\n' }}
+{%- if message['content'] is string %}{{- message['content'] }}
+{%- else %}{%- for content in message['content'] %}
+{%- if content['type'] == 'image' %}{{- '<|image|>' }}
+{%- elif content['type'] == 'text' %}{{- content['text'] }}{%- endif %}
+{%- endfor %}{%- endif %}
+{{- "<|eot|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|header_start|>assistant<|header_end|>\n\n' }}{%- endif %}"""
+
 
 def tokenizer(special: list[str] = SPECIAL, eos: str = "<|im_end|>", **names: str):
     """Return a byte-level BPE with special tokens, by default those of Qwen's vision-language models.
@@ -156,7 +173,7 @@ def tokenizer(special: list[str] = SPECIAL, eos: str = "<|im_end|>", **names: st
     words = "user assistant system what colour is the shape? a red circle, a blue square, a picture of the sky."
     lines = [f"a{breaks}" for breaks in ("\n\n", "\n\n\n")] if "<bos>" in special else []  # Gemma merges line breaks
     bpe.train_from_iterator([words, *lines] * 10, trainer)
-    bos = next((token for token in ("<s>", "<bos>") if token in special), None)
-    pad = "<pad>" if bos else "<|endoftext|>"
+    bos = next((token for token in ("<s>", "<bos>", "<|begin_of_text|>") if token in special), None)
+    pad = next((token for token in ("<pad>", "<|finetune_right_pad|>") if token in special), "<|endoftext|>")
     settings: Any = {"extra_special_tokens": names} if names else {}
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, pad_token=pad, **settings)

@@ -37,10 +37,12 @@ PARAMETER_LEAVES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1",
 FUSED_LEAVES = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"} | {
     "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj",
 }  # fmt: skip
-# PEFT saves no list of modules, but its members. The projector of Gemma 3 has a parameter of its own.
+# PEFT saves no list of modules, but its members. The projector of Gemma 3 and the tower of Llama 4 have parameters of
+# their own.
 TOWER_MODULE = re.compile(
     r"\b(?:visual\.\w+(?:\.\d+)?|"
     r"vision_tower\.(?:(?:transformer\.layers|encoder\.(?:layers?|blocks))\.\d+|encoder\.\w+|\w+)|"
+    r"vision_model(?=\.)|"
     r"audio_tower\.(?:layers\.\d+|\w+)|"
     r"multi_modal_projector(?=\.mm_)|multi_modal_projector\.\w+)"
 )

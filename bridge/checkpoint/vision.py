@@ -19,8 +19,10 @@ FIRST_TENSORS = (
     "vision_tower.embeddings.patch_embedding.weight",
     "vision_tower.vision_model.embeddings.patch_embedding.weight",
     "vision_tower.embeddings.patch_embeddings.projection.weight",
+    "vision_model.patch_embedding.linear.weight",
 )
-TOWER_PARTS = "visual.", "vision_tower.", "audio_tower.", "multi_modal_projector."  # in names of modules
+# In names of modules.
+TOWER_PARTS = "visual.", "vision_tower.", "vision_model.", "audio_tower.", "multi_modal_projector."
 
 
 def has_tower(folder: Path, hf_config: HfConfig) -> bool:

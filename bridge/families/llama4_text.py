@@ -2,7 +2,7 @@
 
 In layers with a rope, queries and keys are divided by their root mean square after it. In the others, queries are
 scaled up with their position. A token has one routed expert, whose input is weighted by a sigmoid, and a shared expert.
-Checkpoints on the hub are Llama4ForConditionalGeneration: only the text model is trained.
+Checkpoints on the hub are Llama4ForConditionalGeneration, whose tower is in llama4_vision.py.
 """
 
 from functools import partial
@@ -31,6 +31,7 @@ from .decoder import (
     layer_mapping,
     mlp,
 )
+from .llama4_vision import LIMITS, vision, vision_mappings
 from .vlm_text import nest_in_language_model, text_config
 
 
@@ -100,12 +101,14 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="llama4_text",
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
-    models="Llama 4 Scout and Maverick, text",
+    models="Llama 4 Scout and Maverick",
     architecture=architecture,
     mappings=mappings,
     text_config=partial(text_config, use_inner_tie=True),
     vlm_names=(nest_in_language_model,),
-    limits=("images: the vision tower passes through unchanged",),
+    vision=lambda config: vision(config, FAMILY.defaults),
+    vision_mappings=vision_mappings,
+    limits=LIMITS,
     defaults=DEFAULTS
     | {
         "vocab_size": 202048,

@@ -32,7 +32,7 @@ def _heads_together(length: int, ranks: int, architecture: Architecture) -> list
     return [Span(0, start, start + size) for start in starts]
 
 
-def _separate_heads_together(length: int, ranks: int, architecture: Architecture) -> list[Span]:
+def separate_heads_together(length: int, ranks: int, architecture: Architecture) -> list[Span]:
     """Lay out the query, key and value of each head together, from three matrices."""
     assert architecture.vision is not None
     size = length // (3 * architecture.vision.num_heads)
@@ -69,7 +69,7 @@ def common_settings(config: HfConfig) -> dict[str, Any]:
 REPLICATED_GATE_UP = ShardingKind(None, _gate_then_up, ("gate", "up"))
 REPLICATED_QKV = ShardingKind(None, _heads_together)
 REPLICATED_PAIRED_QKV = ShardingKind(None, _paired_heads_together)
-REPLICATED_Q_K_V = ShardingKind(None, _separate_heads_together, ("q", "k", "v"))
+REPLICATED_Q_K_V = ShardingKind(None, separate_heads_together, ("q", "k", "v"))
 
 
 class TowerTable:

@@ -103,7 +103,8 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_st
         )
         row_order[patch_rows] = patches + len(frames)
         full = _blocks([length + 1 for length in lengths], device)
-        positions = F.pad(positions, (0, 0, len(frames), 0))[row_order]
+        # Class tokens are a row and a column before the first patch: Llama 4 has them at 0, and the first patch at 1.
+        positions = F.pad(positions, (0, 0, len(frames), 0), value=-1)[row_order]
     axis_dim = vision.hidden_size // vision.num_heads // 2
     frequencies = _frequencies(vision.rope_base, axis_dim, device, alternate=vision.rope_alternates)
     angles = (positions.unsqueeze(2).float() * frequencies).flatten(1).unsqueeze(1)

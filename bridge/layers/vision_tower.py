@@ -3,9 +3,11 @@
 Every rank holds all of it and encodes media of its own; see model/vision_encoder.py. One class covers the towers that
 `Vision` describes. Qwen2-VL: https://arxiv.org/abs/2409.12191, Qwen2.5-VL: https://arxiv.org/abs/2502.13923, Qwen3-VL:
 https://arxiv.org/abs/2511.21631, GLM-4.1V: https://arxiv.org/abs/2507.01006, Pixtral: https://arxiv.org/abs/2410.07073,
-MoonViT: https://arxiv.org/abs/2504.07491, SigLIP: https://arxiv.org/abs/2303.15343.
+MoonViT: https://arxiv.org/abs/2504.07491, SigLIP: https://arxiv.org/abs/2303.15343, Llama 4:
+https://ai.meta.com/blog/llama-4-multimodal-intelligence.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -315,6 +317,17 @@ class PooledProjection(nn.Module):
         return self.norm(x.unflatten(0, (-1, self.square)).mean(1)) @ self.projection
 
 
+class MatrixMerger(nn.Module):
+    """Projection of features of squares: x [features, size] -> [features, output_size]."""
+
+    def __init__(self, size: int, output_size: int, config: TransformerConfig, device: torch.device):
+        super().__init__()
+        self.linear_proj = Linear(size, output_size, bias=False, dtype=config.params_dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_proj(x)
+
+
 class Downsample(nn.Module):
     """Convolution over squares of patches, computed as a matrix product: [patches, hidden] -> [features, output]."""
 
@@ -327,6 +340,19 @@ class Downsample(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.permute(0, 2, 3, 1).flatten(1)
         return F.linear(x.view(-1, weight.shape[1]), weight, self.bias)
+
+
+class SquareMLP(nn.Module):
+    """MLP over squares, with an activation behind both layers: [patches, hidden] -> [features, size]."""
+
+    def __init__(self, vision: Vision, size: int, config: TransformerConfig, device: torch.device):
+        super().__init__()
+        self.square_size = vision.hidden_size * vision.merge_size**2
+        linear = partial(Linear, bias=False, dtype=config.params_dtype, device=device)
+        self.linear_fc1, self.linear_fc2 = linear(self.square_size, size), linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.linear_fc2(F.gelu(self.linear_fc1(x.view(-1, self.square_size)))))
 
 
 class Weight(nn.Module):
@@ -345,6 +371,8 @@ class PatchEmbedding(nn.Module):
         side = vision.patch_size
         time = (vision.temporal_patch_size,) if vision.temporal_patch_size > 1 else ()
         shape = vision.hidden_size, vision.channels, *time, side, side
+        if vision.is_patch_matrix:
+            shape = vision.hidden_size, math.prod(shape[1:])
         self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         bias = torch.empty(vision.hidden_size, dtype=config.params_dtype, device=device)
         self.bias = nn.Parameter(bias) if vision.patch_bias else None
@@ -385,6 +413,10 @@ class VisionTower(nn.Module):
         if vision.gated_merger_size:
             self.downsample = Downsample(vision, config, device)
             self.merger = GatedMerger(vision, config, device)
+        elif vision.square_mlp_size:
+            size = vision.square_mlp_size
+            self.downsample = SquareMLP(vision, size, config, device)
+            self.merger = MatrixMerger(size, vision.output_size, config, device)
         elif vision.pools_squares:
             self.merger = PooledProjection(vision, config, device)
         elif vision.projector is not None:
@@ -397,7 +429,7 @@ class VisionTower(nn.Module):
         """Return what the mergers take: the output of the tower's last module, then those of `deep_layers`.
 
         patches [patches, channels * frames * side * side], normalized -> [patches + padding, hidden_size] each, or
-        [features + padding, output_size] of `downsample`
+        [features + padding, size] of `downsample`
         """
         x = self.patch_embed(F.pad(patches, (0, 0, 0, plan.padding)) if plan.padding else patches)
         if self.patch_norm is not None:

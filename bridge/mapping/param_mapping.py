@@ -150,7 +150,8 @@ class Vision(TowerLayers):
     A merger concatenates the patches of a square of `merge_size` x `merge_size`, and is an MLP with one hidden layer.
     With `gated_merger_size`, a convolution over each square ends the tower, and the merger is a projection, a norm and
     a gated MLP. `projector` is another form of it; with `pools_squares` it is the mean of a square, a norm that adds 1
-    to its weights, and a matrix.
+    to its weights, and a matrix. With `square_mlp_size`, an MLP over each square ends the tower, whose two layers each
+    end with an activation, and the merger is a matrix.
     """
 
     patch_size: int  # pixels
@@ -162,6 +163,7 @@ class Vision(TowerLayers):
     rope_alternates: bool = False
     channels: int = 3
     patch_bias: bool = True
+    is_patch_matrix: bool = False  # the projection of patches is a matrix in checkpoints, and not a convolution
     patch_norm: bool = False  # a norm on embedded patches, before position embeddings are added
     grid_side: int | None = None  # side of a grid of learned position embeddings, which is resampled
     grid_axes: int = 1  # axes of that table in checkpoints: one of rows, or height and width
@@ -178,6 +180,7 @@ class Vision(TowerLayers):
     gated_merger_size: int | None = None  # hidden size of the merger's gated MLP
     projector: Projector | None = None
     pools_squares: bool = False
+    square_mlp_size: int | None = None  # width of both layers of an MLP over each square
 
 
 @dataclass(frozen=True)

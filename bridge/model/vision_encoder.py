@@ -46,6 +46,7 @@ class Normalization(NamedTuple):
 
     mean: Sequence[float]
     std: Sequence[float]
+    is_bf16: bool = False  # computed in bfloat16, as Llama 4's processor does
 
 
 # (key and number of features of each medium, their features [levels, features, output_size])
@@ -387,27 +388,32 @@ class VisionEncoder:
             return torch.empty(0, 0, dtype=self.config.params_dtype, device=runtime.device())
         settings, device = self._vision, runtime.device()
         area = settings.patch_size**2
-        mean, std = self._pixel_statistics
         parts = []
         for pixels, frames in ((image_pixels, 1), (video_pixels, settings.temporal_patch_size)):
             if pixels.numel():
-                planes = to_device(pixels, device).view(-1, settings.channels, frames, area).float()
-                planes = planes.sub_(mean).div_(std).to(self.config.params_dtype)
+                planes = self._normalized(to_device(pixels, device).view(-1, settings.channels, frames, area))
                 parts.append(planes.expand(-1, -1, settings.temporal_patch_size, -1).flatten(1))
         return torch.cat(parts)
 
+    def _normalized(self, pixels: Tensor) -> Tensor:
+        """Normalize pixels as transformers' processors do: uint8 [patches, channels, frames, area]."""
+        assert self.normalization is not None
+        mean, std = self._pixel_statistics
+        values = pixels.bfloat16().mul_(1 / 255) if self.normalization.is_bf16 else pixels.float()
+        return values.sub_(mean).div_(std).to(self.config.params_dtype)
+
     @cached_property
     def _pixel_statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of pixels in 0..255: [1, channels, 1, 1] each.
+        """Mean and deviation of pixels: [1, channels, 1, 1] each.
 
-        As in transformers' processors, which multiply them by 255 instead of dividing the pixels.
+        Most of transformers' processors multiply them by 255 instead of dividing the pixels.
         """
         assert self.normalization is not None
         mean, std = (
-            torch.tensor(values, dtype=torch.float32, device=runtime.device()).mul(255.0).view(1, -1, 1, 1)
-            for values in self.normalization
+            torch.tensor(values, dtype=torch.float32, device=runtime.device()).view(1, -1, 1, 1)
+            for values in (self.normalization.mean, self.normalization.std)
         )
-        return mean, std
+        return (mean.bfloat16(), std.bfloat16()) if self.normalization.is_bf16 else (mean * 255.0, std * 255.0)
 
 
 def _concatenate(parts: Sequence[Tensor]) -> Tensor:

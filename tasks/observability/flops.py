@@ -187,6 +187,9 @@ class VisionFlops:
             mergers = reduction + inputs * output + output**2
         if vision.pools_squares:
             mergers = hidden * output
+        if size := vision.square_mlp_size:
+            patch += hidden * size + size**2 // square
+            mergers = size * output
         full = len(vision.full_layers) if vision.window else vision.num_layers
         return cls(
             layers=patch + vision.num_layers * (4 * hidden**2 + matrices * hidden * vision.ffn_hidden_size),

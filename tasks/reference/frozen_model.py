@@ -47,7 +47,7 @@ def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapt
         lambda: build_model(hf_config, build_options, run.dtype, adapters=bool(adapters), vision=has_tower)
     )
     if model.vision and run.vision:
-        model.vision.normalization = Normalization(run.vision.mean, run.vision.std)
+        model.vision.normalization = Normalization(*run.vision.normalization)
     with load_as_bf16(model.chunks):
         run_on_all_ranks(lambda: read_weights(model, hf_config, folder, seed=run.options.training.seed))
     if adapters:

@@ -15,7 +15,7 @@ from ...bridge.model.score_head import count_labels
 from ...templates.chat_template.chat import check_template
 from ...templates.dataset.placed_media import PlacedMedium, expand
 from ...templates.dataset.tokenize import place_media
-from ...templates.dataset.transformers_inputs import transformers_inputs
+from ...templates.dataset.transformers_inputs import to_model, transformers_inputs
 from ...templates.formats.medium import Medium, from_tags, has_sentinels, to_blocks
 from ...templates.formats.schemas import UnusableRow
 from ...templates.json_types import JsonObject
@@ -106,8 +106,7 @@ class VisionModelReward:
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
         media = [(placed.plan, patches[id(placed.medium)]) for _, placed_media in documents for placed in placed_media]
         inputs = {"input_ids": tokens, "attention_mask": mask, **transformers_inputs(media, tokens, self._vision)}
-        inputs = {name: tensor.to(self._device) for name, tensor in inputs.items()}
-        hidden = self._model(**inputs, use_cache=False).last_hidden_state
+        hidden = self._model(**to_model(inputs, self._device, self._model.dtype), use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(documents)), lengths - 1]
         return (last @ self._head.T)[:, 0].float()
 

@@ -159,7 +159,7 @@ def _prepare_tower(run: Run, model: Model, hf_config: JsonObject, folder: Path) 
     if model.vision is None:
         return
     if run.vision:
-        model.vision.normalization = Normalization(run.vision.mean, run.vision.std)
+        model.vision.normalization = Normalization(*run.vision.normalization)
     flags = run.vision_options
     if flags.vit_gradient_checkpointing is not None:
         model.vision.recomputes = flags.vit_gradient_checkpointing

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerB
 
 from ...bridge import runtime
 from ...bridge.checkpoint.pretrained import load_tokenizer
-from ...templates.dataset.transformers_inputs import image_kinds, transformers_inputs
+from ...templates.dataset.transformers_inputs import image_kinds, to_model, transformers_inputs
 from .engine import Cancelled, Completion, Request, Sampling, TopLogProbs
 from .eos import eos_token_ids
 from .hf_replica import Replica
@@ -134,7 +134,7 @@ class TransformersEngine:
             inputs = transformers_inputs([(video.plan, video.patches) for video in videos], tokens, videos[0].vision)
             inputs["mm_token_type_ids"] += media.get("mm_token_type_ids", 0)
             media |= inputs
-        return {name: tensor.to(self.device) for name, tensor in media.items()}
+        return to_model(media, self.device, self.replica.model.dtype)
 
     def _without_drawn(self, document: Request) -> tuple[Request, dict[int, int]]:
         """Return a document without the placeholders that a model has drawn behind its media, and these, by place.

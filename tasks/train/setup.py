@@ -77,7 +77,7 @@ def _train(
         lambda: build_model(run.hf_config, options.build, run.dtype, adapters=adapters, vision=run.builds_tower)
     )
     if model.vision and run.vision:
-        model.vision.normalization = Normalization(run.vision.mean, run.vision.std)
+        model.vision.normalization = Normalization(*run.vision.normalization)
         if options.vision.vit_gradient_checkpointing is not None:
             model.vision.recomputes = options.vision.vit_gradient_checkpointing
     with load_as_bf16(model.chunks):

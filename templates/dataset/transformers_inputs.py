@@ -1,6 +1,6 @@
 """Decoded images and videos as inputs of transformers' vision-language models."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from ..formats.medium import MediaKind
 from ..media.processor import MediaPlan, VisionProcessor
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 KINDS: tuple[MediaKind, ...] = ("image", "video")
@@ -53,3 +54,11 @@ def image_kinds(tokens: "Tensor", vision: VisionProcessor) -> dict[str, "Tensor"
     if vision.family.has_blocks:
         return {"token_type_ids": is_image.long()}
     return {"mm_token_type_ids": is_image.int()} if vision.family.has_axes else {}
+
+
+def to_model(inputs: "Mapping[str, Tensor]", device: "torch.device", dtype: "torch.dtype") -> dict[str, "Tensor"]:
+    """Return inputs on a model's device, their pixels in its dtype: Llama 4's tower takes no other."""
+    return {
+        name: tensor.to(device, dtype if name.startswith("pixel_values") else tensor.dtype)
+        for name, tensor in inputs.items()
+    }

@@ -26,6 +26,7 @@ INTERN_IMAGE = Placeholder("", "<IMG_CONTEXT>", "")
 KIMI_IMAGE = Placeholder("<|media_start|>image<|media_content|>", "<|media_pad|>", "<|media_end|>")
 GEMMA_IMAGE = Placeholder("\n\n<start_of_image>", "<image_soft_token>", "<end_of_image>\n\n")
 LLAVA_IMAGE = Placeholder("", "<image>", "")
+LLAMA_IMAGE = Placeholder("", "<|patch|>", "")
 GLM_IMAGE = Placeholder("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
 
 
@@ -57,9 +58,10 @@ class VisionFamily:
     image: None: images are not supported
     has_blocks: the visual tokens of an image attend to each other in both directions
     processor: form of the processor: Qwen2-VL's; Pixtral's, which has tokens between the rows of an image; InternVL's,
-    which cuts images into tiles; Kimi-VL's, which pads images; Gemma 3's and LLaVA's,
-    whose images have one size, to which LLaVA's crops them
+    which cuts images into tiles, or Llama 4's, which has tokens between tiles; Kimi-VL's, which pads images; Gemma 3's
+    and LLaVA's, whose images have one size, to which LLaVA's crops them
     template_image: text of an image in chat templates, which processors replace by the placeholder; "": it is there
+    has_bf16_pixels: pixels are normalized in bfloat16
     """
 
     norm_bbox: Literal["norm1000", "none"]
@@ -72,8 +74,9 @@ class VisionFamily:
     has_axes: bool = True
     has_blocks: bool = False
     audio: AudioFamily | None = None
-    processor: Literal["qwen2_vl", "pixtral", "internvl", "kimi_vl", "gemma3", "llava"] = "qwen2_vl"
+    processor: Literal["qwen2_vl", "pixtral", "internvl", "kimi_vl", "gemma3", "llava", "llama4"] = "qwen2_vl"
     template_image: str = ""
+    has_bf16_pixels: bool = False
 
     @property
     def has_video_processor(self) -> bool:
@@ -103,6 +106,15 @@ GEMMA = VisionFamily(
     template_image="<start_of_image>",
 )
 LLAVA = VisionFamily("norm1000", image=LLAVA_IMAGE, video=None, has_axes=False, processor="llava")
+LLAMA = VisionFamily(
+    "norm1000",
+    image=LLAMA_IMAGE,
+    video=None,
+    has_axes=False,
+    processor="llama4",
+    template_image="<|image|>",
+    has_bf16_pixels=True,
+)
 FAMILIES = {
     "qwen2_vl": VisionFamily("norm1000"),
     "qwen2_5_vl": VisionFamily("none"),
@@ -119,9 +131,11 @@ FAMILIES = {
     "kimi_vl": KIMI,
     "gemma3": GEMMA,
     "llava": LLAVA,
+    "llama4": LLAMA,
 }
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "merge_kernel_size", "temporal_patch_size", "tokens_per_second"
+TOWER_SETTINGS += ("pixel_shuffle_ratio",)
 AUDIO_SETTINGS = "n_window", "num_mel_bins"
 TOKEN_SETTINGS = (
     *("audio_token_id", "image_token_id", "image_token_index", "media_placeholder_token_id", "video_token_id"),

@@ -64,8 +64,11 @@ class ImageRules(ABC):
         """Return the pixels of a grid, from those of the image: uint8 [time, 3, height, width]."""
         return resize(pixels, grid[1] * self.patch_size, grid[2] * self.patch_size)
 
-    def expansion(self, grid: Grid) -> np.ndarray | None:
-        """Return the ids in place of an image's placeholder: int32; None: a placeholder for each visual token."""
+    def expansion(self, grid: Grid, size: tuple[int, int], limits: MediaLimits) -> np.ndarray | None:
+        """Return the ids in place of an image's placeholder: int32; None: a placeholder for each visual token.
+
+        grid: of an image of this height and width
+        """
         return None
 
     def joined(self, grid: Grid, patches: "Tensor") -> "Tensor":
@@ -154,7 +157,7 @@ class PixtralImages(ImageRules):
             raise UnusableRow("an image has no pixel left in its height or width within max_pixels")
         return tuple(-(-side // self.factor) * self.factor for side in (height, width))  # type: ignore[return-value]
 
-    def expansion(self, grid: Grid) -> np.ndarray | None:
+    def expansion(self, grid: Grid, size: tuple[int, int], limits: MediaLimits) -> np.ndarray | None:
         image, row_end, end = self._row_tokens
         rows = np.full((grid[1] // self.merge_size, grid[2] // self.merge_size + 1), image, np.int32)
         rows[:, -1] = row_end
@@ -173,75 +176,6 @@ class PixtralImages(ImageRules):
         for number, image in enumerate(pixels):
             values[number, :, : image.shape[1], : image.shape[2]] = image
         return {"pixel_values": values, "image_sizes": sizes}
-
-
-class TiledImages(ImageRules):
-    """Rules of InternVL's processor. An image is resized to a rectangle of tiles, and a small one of it all follows.
-
-    A grid has a tile as a patch of time. Limits of pixels are of the rectangle, in whole tiles.
-    tile: side in pixels. tokens: ids of the start of an image, of its visual tokens and of its end
-    """
-
-    def __init__(self, processor: Any, tile: int, patch_size: int, merge_size: int, tokens: tuple[int, int, int]):
-        self.patch_size, self.merge_size = patch_size, merge_size
-        self.least_pixels, self.most_pixels = (n * tile**2 for n in (processor.min_patches, processor.max_patches))
-        self._tile, self._tokens = tile, tokens
-
-    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
-        rows, columns = self._shape(height, width, limits)
-        return rows * self._tile, columns * self._tile
-
-    def grid(self, height: int, width: int, limits: MediaLimits) -> Grid:
-        tiles, side = math.prod(self._shape(height, width, limits)), self._tile // self.patch_size
-        return tiles + (tiles > 1), side, side
-
-    def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
-        import torch
-
-        tile = self._tile
-        height, width = self.resized(pixels.shape[2], pixels.shape[3], limits)
-        tiles = resize(pixels, height, width)[0].unfold(1, tile, tile).unfold(2, tile, tile)
-        tiles = tiles.permute(1, 2, 0, 3, 4).flatten(0, 1)
-        return tiles if len(tiles) == 1 else torch.cat((tiles, resize(pixels, tile, tile)))
-
-    def _shape(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
-        """Return the rows and columns of tiles whose shape is nearest to the image's, as transformers chooses them."""
-        check_ratio(height, width, limits.max_ratio)
-        area = self._tile**2
-        least, most = self._bounds(limits.min_pixels, limits.max_pixels)
-        shapes = [
-            (rows, columns)
-            for columns in range(1, most + 1)
-            for rows in range(1, most + 1)
-            if least <= rows * columns <= most
-        ]
-        nearest, chosen = math.inf, (1, 1)
-        for rows, columns in sorted(shapes, key=math.prod):
-            distance = abs(width / height - columns / rows)
-            # Of shapes that are as near, a larger one is taken unless it has twice the area of the image.
-            if distance < nearest or (distance == nearest and width * height > 0.5 * area * rows * columns):
-                nearest, chosen = distance, (rows, columns)
-        return chosen
-
-    def _bounds(self, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-        """Return the fewest and most tiles within limits of pixels."""
-        return -(-min_pixels // self._tile**2), max(max_pixels // self._tile**2, 1)
-
-    def expansion(self, grid: Grid) -> np.ndarray | None:
-        start, image, end = self._tokens
-        return np.array([start, *[image] * (math.prod(grid) // self.merge_size**2), end], np.int32)
-
-    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
-        least, most = self._bounds(min_pixels, max_pixels)
-        return {"min_patches": least, "max_patches": most}
-
-    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
-        import torch
-
-        side, patch, tile = self.merge_size, self.patch_size, self._tile
-        squares = torch.cat([patches for _, patches in images])
-        squares = squares.view(-1, tile // patch // side, tile // patch // side, side, side, 3, patch, patch)
-        return {"pixel_values": squares.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, 3, tile, tile)}
 
 
 class PaddedImages(ImageRules):

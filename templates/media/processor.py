@@ -132,6 +132,11 @@ class VisionProcessor:
         return self._rules.factor
 
     @property
+    def normalization(self) -> tuple[Sequence[float], Sequence[float], bool]:
+        """Mean and standard deviation of pixel values in 0..1, and whether pixels are normalized in bfloat16."""
+        return self.mean, self.std, self.family.has_bf16_pixels
+
+    @property
     def fingerprint(self) -> list[Any]:
         """All that determines the tokens of images and videos."""
         tokens = *self.placeholder_ids, self.tokens_per_second
@@ -217,7 +222,9 @@ class VisionProcessor:
     def plan_image(self, height: int, width: int, limits: MediaLimits) -> MediaPlan:
         """Return the size of an image of this height and width. Raises UnusableRow with the reason."""
         grid = self._rules.grid(height, width, limits)
-        return MediaPlan("image", grid, self.tokens(grid), expansion=self._rules.expansion(grid))
+        return MediaPlan(
+            "image", grid, self.tokens(grid), expansion=self._rules.expansion(grid, (height, width), limits)
+        )
 
     def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
         """Return the arguments of transformers' image processor for these limits of an image."""
@@ -296,8 +303,13 @@ class VisionProcessor:
 
         depth = self.temporal_patch_size
         values = patches.view(len(patches), CHANNELS, depth if kind == "video" else 1, self.patch_size**2)
-        mean, std = (torch.tensor(part).mul(255.0).view(1, -1, 1, 1) for part in (self.mean, self.std))
-        return ((values.float() - mean) / std).expand(-1, -1, depth, -1).flatten(1)
+        mean, std = (torch.tensor(part).view(1, -1, 1, 1) for part in (self.mean, self.std))
+        if self.family.has_bf16_pixels:
+            pixels = values.bfloat16() * (1 / 255)
+            values = ((pixels - mean.bfloat16()) / std.bfloat16()).float()
+        else:
+            values = (values.float() - mean * 255.0) / (std * 255.0)
+        return values.expand(-1, -1, depth, -1).flatten(1)
 
     def grey_patches(self, kind: MediaKind, grid: Grid) -> np.ndarray:
         """Return patches in place of a medium that cannot be decoded."""

@@ -16,8 +16,8 @@ from .image_rules import (
     PixtralImages,
     QwenImages,
     SquareImages,
-    TiledImages,
 )
+from .tile_rules import InternImages, LlamaImages, LlamaTokens
 
 PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 # Names of Pixtral's tokens in processor_config.json, and their default: of a patch, of the ends of a row and an image.
@@ -28,6 +28,9 @@ TILE_TOKENS = {
     "context_image_token": "<IMG_CONTEXT>",
     "end_image_token": "</img>",
 }
+# Llama 4's, which its processor has no names for: as in LlamaTokens.
+LLAMA_TOKENS = "<|image_start|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>"
+LLAMA_TOKENS += "<|image|>", "<|image_end|>"
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -109,6 +112,8 @@ def image_rules(folder: Path, family: VisionFamily, processor: Any, tokenizer: T
             return _internvl_rules(folder, processor, tokenizer)
         case "gemma3":
             return _gemma3_rules(folder, processor)
+        case "llama4":
+            return _llama4_rules(folder, processor, tokenizer)
         case "llava":
             return _llava_rules(folder, processor)
         case "kimi_vl":
@@ -131,7 +136,7 @@ def _pixtral_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> Pixtra
     return PixtralImages(processor, patch, merge, (image, row_end, end))
 
 
-def _internvl_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> TiledImages:
+def _internvl_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> InternImages:
     model, file = read_json(folder / "config.json"), folder / "processor_config.json"
     vision = model["vision_config"]
     (tile, other), (patch, _) = (
@@ -150,7 +155,25 @@ def _internvl_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> Tiled
     start, image, end = (
         token_id(tokenizer, getattr(tokenizer, name, None) or default) for name, default in TILE_TOKENS.items()
     )
-    return TiledImages(processor, tile, patch, merge, (start, image, end))
+    return InternImages(processor, tile, patch, merge, (start, image, end))
+
+
+def _llama4_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> LlamaImages:
+    vision, file = read_json(folder / "config.json")["vision_config"], folder / "processor_config.json"
+    config = read_json(file) if file.is_file() else {}
+    tile, patch = vision.get("image_size", 448), vision.get("patch_size", 14)
+    ratio = vision.get("pixel_shuffle_ratio", 0.5)
+    size = processor.size["height"], processor.size["width"]
+    found = *size, config.get("patch_size", 14), config.get("pixel_shuffle_ratio", 0.5)
+    if found != (tile, tile, patch, ratio) or processor.resize_to_max_canvas:
+        raise ValueError(
+            f"{folder}: its processor has tiles of {size[0]} x {size[1]} pixels, patch_size {found[2]}, "
+            f"pixel_shuffle_ratio {found[3]} and resize_to_max_canvas {processor.resize_to_max_canvas}; expected are "
+            f"those of config.json, {tile} x {tile}, {patch} and {ratio}, and False. Copy both files from the original "
+            "checkpoint."
+        )
+    tokens = LlamaTokens(*(token_id(tokenizer, token) for token in LLAMA_TOKENS))
+    return LlamaImages(processor, tile, patch, round(1 / ratio), tokens)
 
 
 def _gemma3_rules(folder: Path, processor: Any) -> SquareImages:

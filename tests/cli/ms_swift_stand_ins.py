@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests import tiny_vision
+from tests import tiny_vision, tiny_vision_tiles
 from tests.bridge.families.published import MODELS
 from tests.cli.checks.test_export import mcore
 from tests.cli.checks.test_lora import write_adapter
@@ -158,10 +158,14 @@ def write_processor(folder: Path) -> None:
     """Write tokenizer, chat template and processors of a vision-language model, and their tokens in config.json."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
 
+    settings = json.loads((folder / "config.json").read_text())
+    if settings["model_type"] == "llama4":
+        side = settings["vision_config"]["image_size"]
+        tiny_vision_tiles.llama4_processor(side).save_pretrained(folder)
+        return
     tokenizer = tiny_vision.tokenizer()
     tokenizer.chat_template = tiny_vision.QWEN3_VL_TEMPLATE
     tokenizer.save_pretrained(folder)
-    settings = json.loads((folder / "config.json").read_text())
     ids = {f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")}
     (folder / "config.json").write_text(json.dumps(settings | ids))
     patch = settings["vision_config"].get("patch_size", 14 if "2" in settings["model_type"] else 16)

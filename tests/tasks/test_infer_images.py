@@ -15,8 +15,8 @@ from tests.tiny_vision import picture
 
 pytestmark = pytest.mark.slow
 FAMILIES = "qwen2_5_vl", "qwen3_vl"
-FURTHER = "qwen3_5", "glm4v", "mistral3", "internvl"
-IMAGES_ONLY = "glm4v", "mistral3", "internvl"
+FURTHER = "qwen3_5", "glm4v", "mistral3", "internvl", "llama4"
+IMAGES_ONLY = "glm4v", "mistral3", "internvl", "llama4"
 NEW_TOKENS = 10
 
 
@@ -64,7 +64,7 @@ def expected(folder, row, adapter=None, max_pixels=None):
     if max_pixels:
         frames = 2 if folder.name.startswith("glm") else 1  # GLM counts each pixel once for each frame
         edge = math.isqrt(max_pixels) if folder.name.startswith("mistral3") else max_pixels * frames
-        if folder.name.startswith("internvl"):
+        if folder.name.startswith(("internvl", "llama4")):
             processor.image_processor.max_patches = max_pixels // 56**2
         else:
             processor.image_processor.size["longest_edge"] = edge
@@ -87,6 +87,8 @@ def expected(folder, row, adapter=None, max_pixels=None):
     options = {"videos": videos, "video_metadata": metadata, "do_sample_frames": False} if videos else {}
     inputs = processor(text=[prompt], images=images or None, **options, return_tensors="pt")
     end = processor.tokenizer.eos_token_id
+    if images:  # Llama 4's are in bfloat16
+        inputs["pixel_values"] = inputs["pixel_values"].float()
     output = network.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=end, pad_token_id=end)
     return processor.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 

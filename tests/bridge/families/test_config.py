@@ -291,6 +291,8 @@ def test_unknown_architecture():
         ("Ministral-3-3B-Base-2512", {}, {"model_type": "siglip"}, "model_type 'siglip'; .* 'pixtral' only"),
         ("InternVL3_5-8B-HF", {}, {"use_qk_norm": True}, "use_qk_norm True; .* False only"),
         ("InternVL3_5-8B-HF", {}, {"image_size": [448, 224]}, r"image_size \[448, 224\]: only squares"),
+        ("Llama-4-Scout-17B-16E-Instruct", {}, {"vision_output_dim": 7680}, "vision_output_dim 7680; .* 4096 only"),
+        ("Llama-4-Scout-17B-16E-Instruct", {}, {"pixel_shuffle_ratio": 0.25}, "pixel_shuffle_ratio 0.25; .* 0.5 only"),
         ("InternVL3_5-8B-HF", {"downsample_ratio": 0.25}, {}, "downsample_ratio 0.25; .* 0.5 only"),
     ],
 )

@@ -277,6 +277,9 @@ def vision_language_model(config: dict[str, Any]) -> Any:
     if config["model_type"] == "kimi_vl":
         names = "text_config", "vision_config", "media_placeholder_token_id"
         return KimiVLForConditionalGeneration(KimiVLConfig(*(config[name] for name in names)))
+    if config["model_type"] == "llama4":
+        tuning = bool(config["text_config"]["attn_temperature_tuning"])  # transformers 5 asks for a bool
+        config = config | {"text_config": config["text_config"] | {"attn_temperature_tuning": tuning}}
     theirs = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(theirs)](theirs)
 
@@ -317,6 +320,7 @@ def test_towers_are_those_of_transformers(name):
         ("llava-1.5-7b-hf", 7063427072 - 12598272),  # but for the last layer and norm of its tower, which are not used
         ("gemma-3-4b-it", 4300079472),
         ("gemma-3-27b-it", 27432406640),
+        ("Llama-4-Scout-17B-16E-Instruct", 108641793536),
     ],
 )
 def test_parameters_of_whole_models(name, published):

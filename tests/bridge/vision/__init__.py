@@ -228,6 +228,23 @@ def llava() -> Any:
     )  # fmt: skip
 
 
+# Llama 4: tiles of four squares, each with a class token and a rope; the tower ends with an MLP over squares.
+VISION_LLAMA = {
+    "hidden_size": 24, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 4 * TILE, "projector_input_dim": 40, "projector_output_dim": 40, "vision_output_dim": 40,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+}  # fmt: skip
+
+
+def llama4() -> Any:
+    from transformers import Llama4Config
+
+    from tests.bridge.families.llama4_text import config
+
+    text = config(vocab_size=TEXT["vocab_size"]).to_dict()
+    return Llama4Config(text_config=text, vision_config=VISION_LLAMA, image_token_index=IMAGE)
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
@@ -245,6 +262,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "kimi_vl": kimi_vl,
     "gemma3": gemma3,
     "llava": llava,
+    "llama4": llama4,
 }
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

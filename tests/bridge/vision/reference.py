@@ -95,6 +95,7 @@ def form(model: Any) -> str:
     whose tokens have positions on axes (empty).
     """
     forms = {"llava": "crops", "mistral3": "rows", "internvl": "tiles", "gemma3": "images", "kimi_vl": "patches"}
+    forms["llama4"] = "tiles"
     return forms.get(model.config.model_type, "")
 
 
@@ -245,13 +246,15 @@ def make(folder: Path, family: str) -> None:
     else:
         raise RuntimeError("no seed gives a routing without ties")
     model.save_pretrained(folder / "fp32")
-    _write(folder / "fp32", _as_on_the_hub(load_file(folder / "fp32" / "model.safetensors")))
+    if family != "llama4":  # its class has the experts as the hub
+        _write(folder / "fp32", _as_on_the_hub(load_file(folder / "fp32" / "model.safetensors")))
     (loss / count).backward()
     rename = getattr(model, "by_names_in_files", partial(_by_names_in_files, model))
     # LLaVA's last layer is not used.
     used = {name: p for name, p in model.named_parameters() if p.grad is not None or form(model) != "crops"}
     gradients = rename({name: gradient(p) for name, p in used.items()})
-    gradients = _as_on_the_hub(gradients)
+    if family != "llama4":
+        gradients = _as_on_the_hub(gradients)
     torch.save({"log_probs": log_probs, "gradients": gradients, "packs": packs}, folder / "reference.pt")
 
 

@@ -46,12 +46,24 @@ CASES = {
         {"vision": {}, "whole": [f"vision.{module}" for module in (*CLASS_TOKEN_MODULES, "embedding_norm")]},
         "TP2 SP",
     ),
+    "MLP of squares": ("llama4", {"vision": ALL}, "TP2 SP"),
+    "whole tower with an MLP of squares": (
+        "llama4",
+        {
+            "vision": {},
+            "whole": [
+                f"vision.{module}"
+                for module in (*CLASS_TOKEN_MODULES, "embedding_norm", "final_norm", "downsample")
+            ],
+        },
+        "TP2 SP EP2",
+    ),
 }  # fmt: skip
 pytestmark = pytest.mark.slow
 
 
 LONG = "projector", "whole projector", "tower with class tokens", "pooled squares", "whole projection", "crops"
-LONG += ("whole tower with a norm of embeddings",)
+LONG += "whole tower with a norm of embeddings", "MLP of squares", "whole tower with an MLP of squares"
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CASES])

@@ -18,6 +18,15 @@ from tests.bridge.vision import FAMILIES
 from tests.bridge.vision.reference import build, documents, form, model_inputs
 from tests.tiny_vision import mean_of
 
+ARCHITECTURES = {
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "internvl_qwen3": "InternVLForConditionalGeneration",
+    "kimi_vl": "KimiVLForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
+}
+
 
 def whole(entry: MappingEntry, tensors: dict[str, Tensor], shape: tuple[int, ...], about: Architecture) -> Tensor:
     """Return a tensor of ours from transformers'."""
@@ -25,7 +34,7 @@ def whole(entry: MappingEntry, tensors: dict[str, Tensor], shape: tuple[int, ...
     return torch.cat([tensors[entry.hf[span.part or 0]][span.start : span.stop : span.step] for span in spans])
 
 
-@pytest.mark.parametrize("family", ["mistral3", "ministral3", "internvl_qwen3", "kimi_vl", "gemma3", "llava"])
+@pytest.mark.parametrize("family", ["mistral3", "ministral3", "internvl_qwen3", "kimi_vl", "gemma3", "llava", "llama4"])
 def test_features_and_gradients_are_those_of_transformers(family: str) -> None:
     config = FAMILIES[family]()
     model = build(config)
@@ -37,6 +46,9 @@ def test_features_and_gradients_are_those_of_transformers(family: str) -> None:
     inputs = model_inputs(document, form(model))
     if family == "kimi_vl":
         features = model.image_features(**inputs)
+    elif family == "llama4":
+        states = model.vision_model(**inputs).last_hidden_state
+        features = model.multi_modal_projector(states.flatten(0, 1))
     else:
         features = model.get_image_features(**inputs).pooler_output
         features = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)
@@ -69,6 +81,28 @@ def test_features_and_gradients_are_those_of_transformers(family: str) -> None:
         expected = whole(tower[name], gradients, tuple(parameter.shape), about)
         assert parameter.grad is not None
         assert (parameter.grad - expected).norm() < 5e-6 * expected.norm(), name
+
+
+@pytest.mark.parametrize("family", ["mistral3", "internvl_qwen3", "kimi_vl", "gemma3", "llava", "llama4"])
+def test_flops_are_those_that_torch_counts(family: str) -> None:
+    """But for class tokens, which are left out: one beside 1,024 patches."""
+    from megaswift.tasks.observability.flops import VisionFlops
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    raw = FAMILIES[family]().to_dict() | {"architectures": [ARCHITECTURES[family]]}
+    vision = family_of(raw).describe(raw, vision=True).vision
+    assert vision is not None
+    settings: Any = SimpleNamespace(params_dtype=torch.float32, attention_kernel="torch")
+    tower = TowerPart(vision, None, settings, torch.device("cpu")).vision
+    assert tower is not None
+    grid = 1, 32, 32
+    plan = plan_patches(torch.tensor([grid]), vision, torch.device("cpu"))
+    patches = torch.zeros(32 * 32, vision.channels * vision.patch_size**2)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        tower.merge(tower.encode(patches, plan), plan)
+    flops = VisionFlops.of(vision, trains_layers=True, trains_mergers=True)
+    assert flops.forward([grid]) == pytest.approx(counter.get_total_flops(), rel=3e-3 if vision.class_token else 1e-9)
 
 
 def test_plain_moonvit_is_the_tower_of_kimi_k25(tmp_path: Path) -> None:

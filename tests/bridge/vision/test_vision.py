@@ -35,8 +35,13 @@ USUAL = {
     "kimi_vl": ("CP2",),
     "gemma3": ("CP2",),
     "llava": (),
+    "llama4": ("TP2 SP EP2",),
 }
 FURTHER_FAULTS = (
+    ("llama4", "height and width swapped", ""),
+    ("llama4", "one block for all images", ""),
+    ("llama4", "patches of a square in another order", ""),
+    ("llama4", "position embeddings of the next row", ""),
     ("llava", "one block for all images", ""),
     ("llava", "position embeddings of the next row", ""),
     ("gemma3", "images end a token early", ""),
@@ -45,7 +50,7 @@ FURTHER_FAULTS = (
     ("kimi_vl", "patches of a square in another order", ""),
     ("kimi_vl", "position embeddings of the next row", ""),
 )
-EXPERTS = "moe", "kimi_vl"  # ends of the names of families with experts
+EXPERTS = "moe", "kimi_vl", "llama4"  # ends of the names of families with experts
 Jobs = list[dict[str, Any]]
 pytestmark = pytest.mark.slow
 
@@ -171,6 +176,7 @@ def test_micro_batches_are_encoded_together_without_a_backward_pass(processes, l
         ("internvl_qwen3", "position embeddings of the next row", ""),
         ("gemma3", "causal images", "CP2"),
         ("kimi_vl", "height and width swapped", ""),
+        ("llama4", "class tokens at the first patch", ""),
         *(pytest.param(*case, marks=pytest.mark.long) for case in FURTHER_FAULTS),
     ],
 )

@@ -305,9 +305,18 @@ def _join_blocks(plan: PatchPlan) -> PatchPlan:
     return replace(plan, full=Blocks([sum(plan.full.lengths)], plan.full.cu_seqlens[[0, -1]]))
 
 
+def _move_class_tokens(plan: PatchPlan) -> PatchPlan:
+    """Class tokens at the place of the first patch, in the tower's rope."""
+    assert plan.row_order is not None
+    rows = (plan.row_order < len(plan.full.lengths)).nonzero().flatten()
+    cos, sin = (table.index_copy(0, rows, table[rows + 1]) for table in (plan.cos, plan.sin))
+    return replace(plan, cos=cos, sin=sin)
+
+
 def _reverse_squares(model: Model) -> Any:
     """The patches of each square from the last to the first, in the merger."""
-    merger = model.vision.part.vision.merger
+    tower = model.vision.part.vision
+    merger = tower.merger if tower.downsample is None else tower.downsample
     forward = merger.forward
     return mock.patch.object(merger, "forward", lambda x: forward(x.unflatten(0, (-1, 4)).flip(1).flatten(0, 1)))
 
@@ -351,6 +360,7 @@ FAULTS: dict[str, Any] = {
     "position embeddings of the next row": _patch_plan(lambda plan: replace(plan, taps=plan.taps.roll(1, 0))),
     "causal images": _change_blocks(lambda blocks: ()),
     "images end a token early": _change_blocks(lambda blocks: [(row, low, high - 1) for row, low, high in blocks]),
+    "class tokens at the first patch": _patch_plan(_move_class_tokens),
     "one block for all images": _patch_plan(_join_blocks),
 }
 

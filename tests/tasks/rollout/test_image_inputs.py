@@ -15,6 +15,9 @@ from tests import tiny_vision
 
 pytestmark = pytest.mark.slow
 PLACEHOLDERS = {"qwen3_vl": "<|image_pad|>", "glm4v": "<|image|>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
+PLACEHOLDERS |= {"llama4": "<|image|>"}
+
+IMAGE = {"llama4": "<|patch|>"}  # in the requests of a run, which has another than the texts of processors
 
 
 @pytest.mark.parametrize("family", PLACEHOLDERS)
@@ -31,8 +34,14 @@ def test_inputs_are_those_of_the_processor(family: str, tmp_path) -> None:
         images = [RequestImage.within(lambda picture=picture: picture, least, most, vision) for picture in pictures]
         used = [[0, 1], [1]]
         texts = ["what? " + "a " * len(numbers) + PLACEHOLDERS[family] * len(numbers) for numbers in used]
+        token = PLACEHOLDERS[family]
+        prompts = [text.replace(token, IMAGE.get(family, token)) for text in texts]
         requests = [
-            Request(vision_ids(processor, text), 0, images=[images[number] for number in numbers])
+            Request(
+                vision_ids(processor, text.replace("<|image|>", IMAGE.get(family, "<|image|>"))),
+                0,
+                images=[images[number] for number in numbers],
+            )
             for text, numbers in zip(texts, used, strict=True)
         ]
         prompts, inputs = ImageInputs(folder).of(requests)
@@ -46,7 +55,7 @@ def test_inputs_are_those_of_the_processor(family: str, tmp_path) -> None:
             **images[0].arguments,
         )  # fmt: skip
         assert inputs.keys() == given.keys() - {"input_ids", "attention_mask", "mm_token_type_ids"}
-        assert all(torch.equal(inputs[name], given[name]) for name in inputs)
+        assert all(torch.equal(inputs[name], given[name].to(inputs[name].dtype)) for name in inputs)
 
 
 def vision_ids(processor: Any, text: str) -> list[int]:

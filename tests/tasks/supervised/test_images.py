@@ -44,6 +44,7 @@ def place(tmp_path_factory) -> Path:
     tiny_vision.kimi_vl(place / "kimi_vl")
     tiny_vision.gemma3(place / "gemma3")
     tiny_vision.llava(place / "llava")
+    tiny_vision.llama4(place / "llama4")
     for number in range(9):
         tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place / f"{number}.png")
     write(place / "train.jsonl", [row(number) for number in range(STEPS * BATCH)])
@@ -101,6 +102,8 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
         turn = "<|im_assistant|>assistant<|im_middle|>"
     elif model_folder == "gemma3":
         turn, end_token = "<start_of_turn>model\n", "<end_of_turn>"
+    elif model_folder == "llama4":
+        turn, end_token = "<|header_start|>assistant<|header_end|>\n\n", "<|eot|>"
     elif model_folder == "llava":  # its turns end without a token
         turn, end_token = "ASSISTANT:", None
     header = processor.tokenizer(turn, add_special_tokens=False)["input_ids"]
@@ -118,6 +121,8 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
             text = processor.apply_chat_template(messages, tokenize=False) + added
             pictures = [Image.open(place / name).convert("RGB") for name in example["images"]]
             inputs = processor(text=[text], images=pictures or None, return_tensors="pt")
+            if pictures:  # Llama 4's are in bfloat16
+                inputs["pixel_values"] = inputs["pixel_values"].float()
             ids = inputs["input_ids"][0].tolist()
             start = max(i for i in range(len(ids)) if ids[i : i + len(header)] == header) + len(header)
             end = max(i for i, token in enumerate(ids) if token == end_id) + 1 if end_token else len(ids)
@@ -133,7 +138,7 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
     return found, dict(model.named_parameters())
 
 
-FURTHER = "qwen2_5", "qwen3_5", "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava"
+FURTHER = "qwen2_5", "qwen3_5", "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4"
 
 
 @pytest.mark.parametrize("model", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)])

@@ -96,6 +96,15 @@ def test_limits_of_tiles(checkpoint, monkeypatch, options, variables, tiles) -> 
     assert (plan.grid, plan.tokens, plan.length) == ((tiles, 4, 4), 4 * tiles, 4 * tiles + 2)
 
 
+@pytest.mark.parametrize(("max_pixels", "tiles"), [(None, 7), (4 * 56 * 56, 5), (56 * 56, 1), (1, 1)])
+def test_limits_of_separated_tiles(checkpoint, max_pixels, tiles) -> None:
+    """Of a picture that is wide enough for all tiles in two rows."""
+    options = {} if max_pixels is None else {"max_pixels": max_pixels}
+    plan = checkpoint("llama4").vision(**options).plan(Medium("image", picture(300, 200)))
+    separators = {7: 6, 5: 4, 1: 0}[tiles]  # between the tiles of a row, and behind each row
+    assert (plan.grid, plan.tokens, plan.length) == ((tiles, 4, 4), 4 * tiles, 4 * tiles + separators + 3)
+
+
 def test_models_without_a_smallest_size(checkpoint, monkeypatch) -> None:
     vision = checkpoint("mistral3").vision()
     assert vision.plan(Medium("image", picture(20, 20))).grid == (1, 2, 2)

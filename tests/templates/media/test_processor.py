@@ -21,10 +21,11 @@ FAMILIES = (
     "internvl",
     "kimi_vl",
     "gemma3",
+    "llama4",
     pytest.param("llava", marks=pytest.mark.long),
     pytest.param("qwen3_5", marks=pytest.mark.long),
 )
-IMAGES_ONLY = "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava"
+IMAGES_ONLY = "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4"
 ROWS = 200
 WORDS = ["what", "colour", "is", "the", "shape", "a", "red", "circle", "blue", "square", "sky", "picture"]
 
@@ -80,7 +81,10 @@ def reference(processor, row: dict) -> dict:
     ]
     options = {"videos": videos, "video_metadata": metadata, "do_sample_frames": False} if videos else {}
     inputs = processor(text=[text], images=images or None, **options, return_tensors="pt")
-    if hasattr(getattr(processor, "image_processor", None), "max_patches") and images:
+    if hasattr(processor, "tile_global_token") and images:  # Llama 4's, which puts all of an image behind its tiles
+        shapes = [processor.image_processor(images=[image])["aspect_ratios"][0] for image in images]
+        inputs["tiles"] = [math.prod(shape) + (math.prod(shape) > 1) for shape in shapes]
+    elif hasattr(getattr(processor, "image_processor", None), "max_patches") and images:
         tiles = processor.image_processor.get_number_of_image_patches
         inputs["tiles"] = [tiles(image.height, image.width, {"crop_to_patches": True}) for image in images]
     return inputs
@@ -103,8 +107,11 @@ def normalised(vision, pixels: torch.Tensor, kind: str) -> torch.Tensor:
     """Return patches as transformers does: a float of each value, an image's twice, for the two halves of its time."""
     depth = 2 if kind == "video" else 1
     repeats = vision.temporal_patch_size // depth
-    mean, std = (torch.tensor(values)[:, None, None] * 255.0 for values in (vision.mean, vision.std))
-    values = (pixels.view(len(pixels), 3, depth, -1).float() - mean) / std
+    mean, std = (torch.tensor(values)[:, None, None] for values in (vision.mean, vision.std))
+    values = pixels.view(len(pixels), 3, depth, -1)
+    if vision.model_type == "llama4":  # in bfloat16
+        return (((values.bfloat16() * (1 / 255)) - mean.bfloat16()) / std.bfloat16()).reshape(len(pixels), -1)
+    values = (values.float() - mean * 255.0) / (std * 255.0)
     return values.repeat(1, 1, repeats, 1).reshape(len(pixels), -1)
 
 

@@ -1,0 +1,185 @@
+"""Rules of image processors that cut images into tiles of one size: InternVL's and Llama 4's."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .image_rules import Grid, ImageRules, Resize, check_no_smallest_size, check_ratio
+from .limits import MediaLimits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TiledImages(ImageRules):
+    """Rules of a processor whose images are a rectangle of tiles, which a small image of it all follows.
+
+    A grid has a tile as a patch of time. Limits of pixels are of the rectangle, in whole tiles.
+    """
+
+    _tile: int  # side in pixels
+
+    @abstractmethod
+    def _shape(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        """Return the rows and columns of tiles of an image of this size. Raises UnusableRow with the reason."""
+
+    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        rows, columns = self._shape(height, width, limits)
+        return rows * self._tile, columns * self._tile
+
+    def grid(self, height: int, width: int, limits: MediaLimits) -> Grid:
+        tiles, side = math.prod(self._shape(height, width, limits)), self._tile // self.patch_size
+        return tiles + (tiles > 1), side, side
+
+    def _with_whole(self, canvas: "Tensor", pixels: "Tensor", resize: Resize) -> "Tensor":
+        """Return the tiles of a rectangle, row by row, and the whole image behind them if there are several.
+
+        canvas: uint8 [1, 3, height, width] of the rectangle. pixels: of the image -> uint8 [tiles, 3, tile, tile]
+        """
+        import torch
+
+        tile = self._tile
+        tiles = canvas[0].unfold(1, tile, tile).unfold(2, tile, tile).permute(1, 2, 0, 3, 4).flatten(0, 1)
+        return tiles if len(tiles) == 1 else torch.cat((tiles, resize(pixels, tile, tile)))
+
+    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
+        import torch
+
+        side, patch, tile = self.merge_size, self.patch_size, self._tile
+        squares = torch.cat([patches for _, patches in images])
+        squares = squares.view(-1, tile // patch // side, tile // patch // side, side, side, 3, patch, patch)
+        return {"pixel_values": squares.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, 3, tile, tile)}
+
+
+class InternImages(TiledImages):
+    """Rules of InternVL's processor. An image is resized to a rectangle of tiles.
+
+    tile: side in pixels. tokens: ids of the start of an image, of its visual tokens and of its end
+    """
+
+    def __init__(self, processor: Any, tile: int, patch_size: int, merge_size: int, tokens: tuple[int, int, int]):
+        self.patch_size, self.merge_size = patch_size, merge_size
+        self.least_pixels, self.most_pixels = (n * tile**2 for n in (processor.min_patches, processor.max_patches))
+        self._tile, self._tokens = tile, tokens
+
+    def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
+        height, width = self.resized(pixels.shape[2], pixels.shape[3], limits)
+        return self._with_whole(resize(pixels, height, width), pixels, resize)
+
+    def _shape(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        # Whose shape is nearest to the image's, as transformers chooses them.
+        check_ratio(height, width, limits.max_ratio)
+        area = self._tile**2
+        least, most = self._bounds(limits.min_pixels, limits.max_pixels)
+        shapes = [
+            (rows, columns)
+            for columns in range(1, most + 1)
+            for rows in range(1, most + 1)
+            if least <= rows * columns <= most
+        ]
+        nearest, chosen = math.inf, (1, 1)
+        for rows, columns in sorted(shapes, key=math.prod):
+            distance = abs(width / height - columns / rows)
+            # Of shapes that are as near, a larger one is taken unless it has twice the area of the image.
+            if distance < nearest or (distance == nearest and width * height > 0.5 * area * rows * columns):
+                nearest, chosen = distance, (rows, columns)
+        return chosen
+
+    def _bounds(self, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+        """Return the fewest and most tiles within limits of pixels."""
+        return -(-min_pixels // self._tile**2), max(max_pixels // self._tile**2, 1)
+
+    def expansion(self, grid: Grid, size: tuple[int, int], limits: MediaLimits) -> np.ndarray | None:
+        start, image, end = self._tokens
+        return np.array([start, *[image] * (math.prod(grid) // self.merge_size**2), end], np.int32)
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        least, most = self._bounds(min_pixels, max_pixels)
+        return {"min_patches": least, "max_patches": most}
+
+
+class LlamaImages(TiledImages):
+    """Rules of Llama 4's processor. An image is resized within a rectangle of tiles, whose rest on its right and below
+    is black, and tokens separate its tiles.
+
+    tile: side in pixels. tokens: of the names of LlamaTokens
+    """
+
+    def __init__(self, processor: Any, tile: int, patch_size: int, merge_size: int, tokens: "LlamaTokens"):
+        self.patch_size, self.merge_size = patch_size, merge_size
+        self.most_pixels = processor.max_patches * tile**2
+        self._tile, self._tokens = tile, tokens
+
+    def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
+        import torch
+
+        height, width = pixels.shape[2:]
+        canvas = self.resized(height, width, limits)
+        # An image grows to a whole tile at most.
+        bound_height, bound_width = (
+            min(max(side, self._tile), most) for side, most in zip((height, width), canvas, strict=True)
+        )
+        row_scale, column_scale = bound_height / height, bound_width / width
+        if column_scale < row_scale:
+            new_height, new_width = min(math.floor(height * column_scale), bound_height), bound_width
+        else:
+            new_height, new_width = bound_height, min(math.floor(width * row_scale), bound_width)
+        new_height, new_width = max(new_height, 1), max(new_width, 1)
+        image = resize(pixels, new_height, new_width)
+        padded = torch.nn.functional.pad(image, (0, canvas[1] - new_width, 0, canvas[0] - new_height))
+        return self._with_whole(padded, pixels, resize)
+
+    def _shape(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        # Whose scale is nearest to 1, growth before reduction, and then the smallest: as transformers chooses them, in
+        # fp32, which decides between scales that are nearly equal.
+        check_ratio(height, width, limits.max_ratio)
+        check_no_smallest_size(limits)
+        shapes = _rectangles(self._most_tiles(limits.max_pixels))
+        sides = shapes.astype(np.float32) * np.float32(self._tile)
+        scales = (sides / np.array([height, width], np.float32)).min(1)
+        growths = scales[scales >= 1]
+        chosen = shapes[scales == (growths.min() if len(growths) else scales.max())]
+        rows, columns = chosen[chosen.prod(1).argmin()].tolist()
+        return rows, columns
+
+    def _most_tiles(self, max_pixels: int) -> int:
+        return max(max_pixels // self._tile**2, 1)
+
+    def expansion(self, grid: Grid, size: tuple[int, int], limits: MediaLimits) -> np.ndarray | None:
+        tokens, (rows, columns) = self._tokens, self._shape(*size, limits)
+        tile = [tokens.patch] * ((self._tile // self.factor) ** 2)
+        row = [*[*tile, tokens.tile_end] * (columns - 1), *tile, tokens.row_end]
+        tiles = row * rows if grid[0] > 1 else []
+        return np.array([tokens.start, *tiles, tokens.image, *tile, tokens.end], np.int32)
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        return {"max_patches": self._most_tiles(max_pixels)}
+
+
+class LlamaTokens(NamedTuple):
+    """Ids of Llama 4's tokens of an image."""
+
+    start: int
+    patch: int  # a visual token
+    tile_end: int  # between two tiles of a row
+    row_end: int  # behind a row of tiles
+    image: int  # before the whole image
+    end: int
+
+
+@cache
+def _rectangles(most: int) -> np.ndarray:
+    """Return the rows and columns of all rectangles of up to `most` tiles: int64 [rectangles, 2].
+
+    In transformers' order, which decides between two of the same area: those of a shape together.
+    """
+    shapes: dict[float, list[tuple[int, int]]] = {}
+    for tiles in range(most, 0, -1):
+        for rows in range(1, tiles + 1):
+            if tiles % rows == 0:
+                shapes.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
+    return np.array([shape for group in shapes.values() for shape in group])

@@ -1,0 +1,63 @@
+"""Files of tiny vision-language checkpoints: text models of one size, and random parameters."""
+
+from pathlib import Path
+
+import torch
+
+from tests.tiny_vision_text import SPECIAL, VOCABULARY
+
+
+def _text(rope: dict) -> dict:
+    return {
+        "vocab_size": VOCABULARY + 2,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL.index("<|im_end|>"),
+        "pad_token_id": 0,
+        "rope_parameters": rope,
+    }
+
+
+def _save(folder: Path, kind, config, processor, seed: int) -> Path:
+    """Write a model in fp32 with every parameter random: matrices of std 0.2, norms about 1, biases too."""
+    model = kind._from_config(config, dtype=torch.float32) if hasattr(kind, "_from_config") else kind(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.copy_(noise + mean_of(model, name))
+    model.save_pretrained(folder)
+    if config.model_type != "llama4":  # its class has the experts as the hub
+        _transpose_experts(Path(folder) / "model.safetensors")
+    processor.save_pretrained(folder)
+    return Path(folder)
+
+
+def mean_of(model, name: str) -> float:
+    """Return the mean of a parameter: norms scale by about 1, and delta nets forget slowly."""
+    if name.endswith("A_log"):
+        return -1.0
+    is_norm = ("norm" in name or "ln_q" in name) and name.endswith("weight")
+    adds_one = model.config.model_type.startswith("qwen3_5") and "visual" not in name and "linear_attn" not in name
+    return 1.0 if is_norm and not adds_one else 0.0
+
+
+def _transpose_experts(file: Path) -> None:
+    """Store stacked experts as on the hub, which transformers does only for models that it has loaded."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    save_file(
+        {
+            name: t.transpose(1, 2).contiguous() if ".experts." in name and t.dim() == 3 else t
+            for name, t in tensors.items()
+        },
+        file,
+        metadata={"format": "pt"},
+    )
