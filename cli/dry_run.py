@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..bridge.option_groups import flag_value, flag_values
 from ..tasks.options import GrpoOptions, SftOptions
-from ..tasks.plan.run_plan import Gpu, check_fits, memory_line
+from ..tasks.plan.run_plan import ASSUMED_IMAGES, TEXT, Gpu, Images, check_fits, memory_line
 from ..tasks.run.args_json import SECRET
 from ..tasks.run.planning import DataPlan, ProcessLayout, plan_data
 from ..tasks.run.resume import requested_checkpoint
@@ -51,13 +51,26 @@ def report(
         f"{plural(training.global_batch_size // samples_per_pass, 'micro batch')}",
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
-        f"  memory            {memory_line(options, layout.world)}",
+        f"  memory            {memory_line(options, layout.world, _images(data))}",
         f"  command           {shown_command(command, launch.settings)}",
         *_server_lines(launch),
         "",
         "Dry run: nothing was trained.",
     ]
     return "\n".join(lines)
+
+
+def _images(data: DataPlan) -> Images:
+    """Return the images of the dataset. Those of a stream are not known."""
+    from ..templates.dataset.store import TokenStore
+
+    store = data.prepared.train
+    if not isinstance(store, TokenStore):
+        return ASSUMED_IMAGES
+    visual_tokens = int(store.visual_tokens.sum())
+    if not visual_tokens:
+        return TEXT
+    return Images(visual_tokens / int(store.lengths.sum()), visual_tokens / sum(store.media_counts().values()))
 
 
 def _check_fits(options: SftOptions, layout: ProcessLayout, launch: TrainingLaunch) -> None:

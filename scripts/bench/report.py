@@ -220,12 +220,12 @@ def sources(runs: list[Run]) -> list[str]:
     return lines
 
 
-def insert(page: Path, text: str) -> None:
+def insert(page: Path, text: str, markers: tuple[str, str] = (BEGIN, END)) -> None:
     """Replace the text between the markers of a page. Raises ValueError if it has no markers."""
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = page.read_text().partition(markers[0])
+    _, end, after = rest.partition(markers[1])
     if not end:
-        raise ValueError(f"{page} has no {BEGIN} ... {END}")
+        raise ValueError(f"{page} has no {markers[0]} ... {markers[1]}")
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 

@@ -30,6 +30,21 @@ class PlanOptions:
     lora_dropout: Annotated[
         float | None, "Dropout on the adapters' input. Default: 0.05; 0 with experts.", "[0, 1)"
     ] = None
+    image_share: Annotated[
+        float | None,
+        "Share of the tokens of images in packs. Default: 0.5 for models with a vision tower, which 0 leaves out.",
+        "[0, 1)",
+    ] = None
+    image_tokens: Annotated[float, "Tokens of an image in the mean.", "(0, inf)"] = 600
+    freeze_vit: Annotated[bool, "Freeze the vision tower's layers."] = True
+    freeze_aligner: Annotated[bool, "Freeze the mergers between the vision tower and the language model."] = True
+    vit_gradient_checkpointing: Annotated[
+        bool | None, "Recompute the trained tower's forward pass. Default: with pipeline parallelism."
+    ] = None
+    fp8_format: Annotated[
+        Literal["e4m3", "hybrid"] | None, "Compute matrix products in FP8 (not of experts). Default: bf16."
+    ] = None
+    fp8_param_gather: Annotated[bool, "Store weights in FP8."] = False
     tensor_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
     pipeline_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
     context_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
@@ -39,6 +54,7 @@ class PlanOptions:
     optimizer_cpu_offload: Annotated[
         bool | None, "Keep the optimizer's state in host memory. Default: only where the layout does not fit."
     ] = None
+    optimizer_offload_fraction: Annotated[float, "Share of the optimizer's state that is kept there.", "[0, 1]"] = 1.0
     rows: Annotated[int, "Layouts to print.", "(0, inf)"] = 8
 
     @property

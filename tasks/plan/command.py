@@ -37,7 +37,7 @@ def run(options: PlanOptions, sources: dict[str, str]) -> int:
     pins = _pins(options)
     limit = memory * GIB - OUTSIDE
     result = search(work, options.gpus, machine, limit, pins)
-    print(_summary(options, work, device, memory, has_tower="vision_config" in hf_config))
+    print(_summary(options, work, device, memory))
     if result.best is None:
         raise ValueError(_misfit(options, work, machine, limit, result, pins))
     print(table(work, result.plans[: options.rows]))
@@ -57,6 +57,10 @@ def _command(options: PlanOptions, plan: Plan) -> str:
         words.insert(1, f"--tuner_type lora --lora_rank {options.lora_rank}")
         if options.lora_dropout is not None:
             words.insert(2, f"--lora_dropout {options.lora_dropout:g}")
+    tower_flags = "freeze_vit", "freeze_aligner", "vit_gradient_checkpointing"
+    for name in (*tower_flags, "fp8_format", "fp8_param_gather", "optimizer_offload_fraction"):
+        if (value := getattr(options, name)) != getattr(PlanOptions(), name):
+            words.insert(-1, f"--{name} {str(value).lower()}")
     return " ".join(words)
 
 
@@ -89,18 +93,24 @@ def _cells(work: Workload, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _summary(options: PlanOptions, work: Workload, device: str, memory: float, *, has_tower: bool) -> str:
+def _summary(options: PlanOptions, work: Workload, device: str, memory: float) -> str:
     experts = sum(layer.expert for layer in work.parameters.layers)
     of_experts = f", {experts / 1e9:.1f} billion in experts" if experts else ""
-    trained = "all of them" if work.lora_rank is None else f"LoRA of rank {work.lora_rank}"
-    size = f"{work.parameters.total / 1e9:.2f} billion parameters"
+    trained = "all of the language model's" if work.tower else "all of them"
+    trained = trained if work.lora_rank is None else f"LoRA of rank {work.lora_rank}"
+    count = work.parameters.total if work.tower else work.parameters.language
+    size = f"{count / 1e9:.2f} billion parameters"
     lines = [
-        f"{options.model}: {size}{of_experts}; training {trained} in bf16",
+        f"{options.model}: {size}{of_experts}; training {trained} in {'FP8' if work.fp8 else 'bf16'}",
         f"{plural(options.gpus, f'{device} GPU')} of {memory:g} GiB; steps of {plural(work.global_batch, 'pack')} of "
         f"{work.length:,} tokens, in documents of {work.document_length:,}",
     ]
-    if has_tower:
-        lines.append("The vision tower's weights are counted, its activations are not.")
+    if tower := work.tower:
+        parts = [
+            name for name, trains in (("layers", tower.trains_layers), ("mergers", tower.trains_mergers)) if trains
+        ]
+        state = f"whose {' and '.join(parts)} are trained" if parts else "which is frozen"
+        lines.append(f"{tower.image_share:.0%} of the tokens are of images, for the vision tower, {state}.")
     return "\n".join([*lines, ""])
 
 

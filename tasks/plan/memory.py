@@ -5,6 +5,7 @@ scripts/bench hold the sum against `torch.cuda.max_memory_reserved` (tests/tasks
 """
 
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from megatron.core.transformer import TransformerConfig
@@ -13,15 +14,16 @@ from ...bridge.mapping.param_mapping import Layer
 from ..system.memory import GIB
 from .gpu_layout import GpuLayout
 from .parameters import ModelParameters, Parameters
+from .tower import BYTES, TowerWork
 
 OUTSIDE = 2 * GIB  # CUDA's context and NCCL's buffers on a GPU, which PyTorch does not count
-BYTES = 2  # size of a bf16 value
 GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12  # an fp32 master and two moments
 # What PyTorch reserves beyond tensors that live at the peak: fragments, workspaces, buckets of gradients.
 RESERVE = 1.5 * GIB
 EXPERT_SKEW = 1.1  # tokens of the busiest rank of expert parallelism, relative to the mean
 DROPOUT_MASK_BYTES = 1
+FP8_WEIGHT_BYTES = 2  # copy of a matrix and its transpose, which the products of both passes read
 
 
 class Memory(NamedTuple):
@@ -32,11 +34,18 @@ class Memory(NamedTuple):
     optimizer: float
     activations: float
     logits: float
-    reserve: float = RESERVE
+    reserve: float
 
     @property
     def total(self) -> float:
         return sum(self)
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Matrix products of the layers in FP8."""
+
+    stores_weights: bool  # their weights are kept in FP8 alone
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,20 @@ class Workload:
     global_batch: int  # packs
     lora_rank: int | None = None  # None: all parameters are trained
     lora_dropout: float = 0.0
+    offload_fraction: float = 1.0  # of the optimizer's state, in layouts with the optimizer on the host
+    fp8: Fp8 | None = None  # None: bf16
+    tower: TowerWork | None = None  # None: none is built
 
     def layer(self, layer: int) -> Layer:
         return self.config.architecture.layers[layer]  # type: ignore[attr-defined]
+
+    @property
+    def trained_tower(self) -> int:
+        """Trained parameters of the tower. Every rank holds all of them."""
+        if self.tower is None:
+            return 0
+        tower, mergers = self.parameters.tower.total, self.parameters.mergers.total
+        return tower * self.tower.trains_layers + mergers * self.tower.trains_mergers
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer, from 0, has experts."""
@@ -70,16 +90,18 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
 
 
 def memory_of_rank(work: Workload, layout: GpuLayout) -> Memory:
-    """Return the memory of a rank in the pipeline stage that needs most."""
-    stages = stage_layers(work.config.num_layers, layout.pipeline)
-    return max((_memory_of_stage(work, layout, stage, layers) for stage, layers in enumerate(stages)), key=_total)
+    """Return the memory of a rank in the pipeline stage, and with the micro batch, that need most."""
+    stages = enumerate(stage_layers(work.config.num_layers, layout.pipeline))
+    shares = work.tower.shares if work.tower else (0.0,)
+    return max((_memory_of_stage(work, layout, *stage, share) for stage, share in product(stages, shares)), key=_total)
 
 
 def _total(memory: Memory) -> float:
     return memory.total
 
 
-def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: range) -> Memory:
+def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: range, image_share: float) -> Memory:
+    """Return the memory of a rank in a stage. image_share: visual tokens of a micro batch in all of its tokens"""
     is_last = stage == layout.pipeline - 1
     held = work.parameters.of_stage(layers, is_first=stage == 0, is_last=is_last)
     dense, experts = held.split / layout.tensor + held.replicated, held.expert / layout.expert
@@ -89,19 +111,32 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
         trained, trained_experts = adapters.split / layout.tensor, adapters.expert / layout.expert
     shards = trained / (layout.data * layout.context) + trained_experts / layout.expert_data
     tokens = layout.micro_batch * work.length / layout.context
-    in_flight = min(layout.pipeline - stage, layout.micro_batches(work.global_batch))
+    micro_batches = layout.micro_batches(work.global_batch)
+    in_flight = min(layout.pipeline - stage, micro_batches)
     saved = [_saved_bytes(work, layout, layer) for layer in layers]
     if layout.recomputes:
         layer_inputs = BYTES * work.config.hidden_size / layout.tensor * len(layers)
         activations = tokens * (in_flight * layer_inputs + max(saved))
     else:
         activations = tokens * in_flight * sum(saved)
+    if work.tower:
+        visual_tokens = layout.micro_batch * work.length * image_share
+        activations += work.tower.bytes_of_micro_batches(layout, visual_tokens, micro_batches)
+        dense += work.parameters.tower.total + work.parameters.mergers.total
+        trained += work.trained_tower
+        shards += work.trained_tower / (layout.data * layout.context)
+    on_gpu = 1 - work.offload_fraction if layout.offloads else 1.0
+    scored = tokens * (1 - image_share)
+    reserve = RESERVE
+    if work.fp8 and not work.fp8.stores_weights:
+        reserve += FP8_WEIGHT_BYTES * sum(work.parameters.layers[layer].split for layer in layers) / layout.tensor
     return Memory(
         BYTES * (dense + experts),
         GRADIENT_BYTES * (trained + trained_experts),
-        0.0 if layout.offloads else OPTIMIZER_BYTES * shards,
+        OPTIMIZER_BYTES * shards * on_gpu,
         activations,
-        BYTES * tokens * work.vocab_size / layout.tensor if is_last else 0.0,
+        BYTES * scored * work.vocab_size / layout.tensor if is_last else 0.0,
+        reserve,
     )
 
 
@@ -113,6 +148,9 @@ def _saved_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
     if kind.has_mlp:
         values += _expert_values(work.config) * skew if is_sparse else _dense_values(work.config)
     masks = 0.0
+    if work.fp8:
+        # The matrices' inputs are saved in FP8, attention's output in both types.
+        values -= 0.5 * _quantized_inputs(work.config) - _head_values(work.config)[1]
     if work.lora_rank is not None and work.lora_dropout:
         # Adapters save masks, and a copy of attention's output, which attention has saved too.
         inputs = _adapter_inputs(work.config, is_sparse=is_sparse)
@@ -159,6 +197,18 @@ def _expert_values(config: TransformerConfig) -> int:
     copies = config.moe_router_topk * (config.hidden_size + matrices * width)
     shared = matrices * (config.moe_shared_expert_intermediate_size or 0)
     return 2 * config.hidden_size + copies + shared
+
+
+def _quantized_inputs(config: TransformerConfig) -> int:
+    """Return the values that a dense layer's matrices take per token."""
+    return 2 * config.hidden_size + _head_values(config)[1] + (config.ffn_hidden_size or 4 * config.hidden_size)
+
+
+def quantized_values(config: TransformerConfig) -> int:
+    """Return the values that a dense layer's matrices take and return per token."""
+    width = config.ffn_hidden_size or 4 * config.hidden_size
+    outputs = _head_values(config)[0] + 2 * config.hidden_size + (2 if config.gated_linear_unit else 1) * width
+    return _quantized_inputs(config) + outputs
 
 
 def _adapter_inputs(config: TransformerConfig, *, is_sparse: bool) -> int:

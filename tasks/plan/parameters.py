@@ -12,6 +12,7 @@ import torch
 
 from ...bridge.checkpoint.pretrained import empty_model
 from ...bridge.families import family_of
+from ...bridge.layers.vision_tower import MERGERS
 from ...bridge.mapping.param_mapping import (
     EMBEDDING,
     EXPERTS,
@@ -48,18 +49,27 @@ class ModelParameters:
     layers: list[Parameters]
     embedding: Parameters = field(default_factory=Parameters)
     output: Parameters = field(default_factory=Parameters)  # with the last norm; with the embedding's copy if tied
-    tower: Parameters = field(default_factory=Parameters)  # on every rank
+    tower: Parameters = field(default_factory=Parameters)  # on every rank, without its mergers
+    mergers: Parameters = field(default_factory=Parameters)
     tied: bool = False
 
     @property
     def total(self) -> int:
         """Number in the checkpoint: a tied output layer counts once."""
-        parts = [*self.layers, self.embedding, self.output, self.tower]
+        return self.language + self.tower.total + self.mergers.total
+
+    @property
+    def language(self) -> int:
+        """Number in the language model."""
+        parts = [*self.layers, self.embedding, self.output]
         return sum(part.total for part in parts) - (self.embedding.total if self.tied else 0)
 
     def of_stage(self, layers: Sequence[int], *, is_first: bool, is_last: bool) -> Parameters:
-        """Return the parameters of a pipeline stage. With one stage a tied output layer is the embedding itself."""
-        stage = sum((self.layers[layer] for layer in layers), self.tower)
+        """Return the parameters of a pipeline stage, without the tower's.
+
+        With one stage a tied output layer is the embedding itself.
+        """
+        stage = sum((self.layers[layer] for layer in layers), Parameters())
         if is_first:
             stage += self.embedding
         if is_last:
@@ -101,7 +111,7 @@ def count_parameters(hf_config: HfConfig, transformers_config: Any) -> ModelPara
 
 def _part(model: ModelParameters, key: ParamKey) -> Parameters:
     if key.name.startswith(TOWERS):
-        return model.tower
+        return model.mergers if key.name.split(".")[1] in MERGERS else model.tower
     if key.layer is not None:
         return model.layers[key.layer]
     return model.embedding if key == EMBEDDING else model.output

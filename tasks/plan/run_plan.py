@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 from ...bridge.checkpoint.hub import read_config, source_folder
 from ...bridge.checkpoint.pretrained import load_config
+from ...bridge.families import family_of
+from ...bridge.mapping.param_mapping import HfConfig
 from ...bridge.option_groups import flag_value
 from ...bridge.options import KernelOptions, MoEOptions, RecomputeOptions
 from ..observability.flops import peak_flops
@@ -15,6 +17,7 @@ from .gpu_layout import GpuLayout
 from .memory import OUTSIDE, Memory, Workload, memory_of_rank
 from .search import search, smallest_cluster
 from .speed import Machine
+from .tower import IMAGE_SHARE, IMAGE_TOKENS
 from .workload import make_workload
 
 logger = logging.getLogger(__name__)
@@ -33,10 +36,12 @@ NEUTRAL_FLAGS = (
 ACTIVATION_FLAGS = tuple(
     field.name for group in (RecomputeOptions, MoEOptions, KernelOptions) for field in fields(group)
 )
+FP8_FLAGS = "fp8_format", "fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_param_gather"
 ADAPTER_FLAGS = "lora_rank", "lora_alpha", "lora_dropout", "use_rslora"
-OPTIMIZER_FLAGS = "optimizer_offload_fraction", "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"
+OPTIMIZER_FLAGS = "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"
+TOWER_FLAGS = "freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr", "vit_gradient_checkpointing"
 STATES = "weights", "gradients", "optimizer"  # parts of the memory that do not depend on the batch
-MEASURED_MODELS = "qwen3", "qwen3_moe"  # rows of docs/plan.md
+MEASURED_MODELS = "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe"  # rows of docs/plan.md
 MEASURED_GPUS = 2
 # Planned memory without its reserve was at most 1.05 times what runs reserved.
 MARGIN = 1.1
@@ -82,22 +87,40 @@ class RunPlan:
         return max(states, (memory.total - memory.reserve) / MARGIN) if self.is_measured else states
 
 
-def plan_run(options: SftOptions, world: int) -> RunPlan:
+@dataclass(frozen=True)
+class Images:
+    """Images in the data of a run.
+
+    share: visual tokens in all tokens; without any, no tower is built
+    tokens: visual tokens of an image, in the mean
+    """
+
+    share: float
+    tokens: float = IMAGE_TOKENS
+
+
+TEXT, ASSUMED_IMAGES = Images(0.0), Images(IMAGE_SHARE)
+
+
+def plan_run(options: SftOptions, world: int, images: Images = ASSUMED_IMAGES) -> RunPlan:
     """Return the plan of a run on `world` GPUs. Downloads at most the small files of its model.
 
+    images: for models with a tower
     Raises UnplannedRunError.
     """
     if unplanned := next(_unplanned_flags(options), None):
         raise UnplannedRunError(unplanned)
     folder = source_folder(options, options.mcore_model, weights=False)
     hf_config = read_config(folder, mcore=bool(options.mcore_model))
-    if "vision_config" in hf_config or "quantization_config" in hf_config:
-        raise UnplannedRunError("a vision tower or quantized weights")
+    if "quantization_config" in hf_config:
+        raise UnplannedRunError("quantized weights")
+    if images.share and (unplanned := _unplanned_tower(options, hf_config)):
+        raise UnplannedRunError(unplanned)
     dtype = options.torch_dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
     if dtype != "bfloat16":
         raise UnplannedRunError(f"weights in {dtype}")
     try:
-        work = make_workload(hf_config, load_config(folder), plan_options(options, world))
+        work = make_workload(hf_config, load_config(folder), plan_options(options, world, images))
     except ValueError as error:
         raise UnplannedRunError(str(error)) from None
     layout = layout_of(options, world)
@@ -109,7 +132,7 @@ def pack_length(options: SftOptions) -> int | None:
     return (options.data.packing and options.data.packing_length) or options.data.max_length
 
 
-def plan_options(options: SftOptions, world: int) -> PlanOptions:
+def plan_options(options: SftOptions, world: int, images: Images = ASSUMED_IMAGES) -> PlanOptions:
     """Return the options of `megatron plan` for the model, batch and tuner of a run."""
     return PlanOptions(
         options.model or options.mcore_model or "",
@@ -119,6 +142,14 @@ def plan_options(options: SftOptions, world: int) -> PlanOptions:
         tuner_type="lora" if options.tuner.has_adapters else "full",
         lora_rank=options.lora.lora_rank,
         lora_dropout=options.lora.lora_dropout,
+        fp8_format=options.build.fp8_format,
+        fp8_param_gather=options.build.fp8_param_gather,
+        image_share=0.0 if options.vision.language_model_only else images.share,
+        image_tokens=images.tokens,
+        freeze_vit=options.vision.freeze_vit,
+        freeze_aligner=options.vision.freeze_aligner,
+        vit_gradient_checkpointing=options.vision.vit_gradient_checkpointing,
+        optimizer_offload_fraction=options.optimizer.optimizer_offload_fraction,
     )
 
 
@@ -147,12 +178,25 @@ def _unplanned_flags(options: SftOptions) -> Iterator[str]:
     if options.optimizer.optimizer != "adam":
         yield f"--optimizer {options.optimizer.optimizer}"
     for group, planned in (
-        (options.build, (*LAYOUT_FLAGS, *NEUTRAL_FLAGS, *ACTIVATION_FLAGS)),
+        (options.build, (*LAYOUT_FLAGS, *NEUTRAL_FLAGS, *ACTIVATION_FLAGS, *FP8_FLAGS)),
         (options.tuner, ("tuner_type",)),
         (options.lora, ADAPTER_FLAGS),
     ):
         yield from (f"--{name}" for name in _changed(group) if name not in planned)
     yield from (f"--{name}" for name in _changed(options.optimizer) if name in OPTIMIZER_FLAGS)
+
+
+def _unplanned_tower(options: SftOptions, hf_config: HfConfig) -> str | None:
+    """Return what is not planned of a tower; None if it is planned or not built."""
+    family = family_of(hf_config)
+    if options.vision.language_model_only or not family.has_tower(hf_config):
+        return None
+    if family.describe(hf_config, vision=True).audio:
+        return "an audio tower"
+    flags = [f"--{name}" for name in _changed(options.vision) if name not in TOWER_FLAGS]
+    if options.tuner.has_adapters and not (options.vision.freeze_vit and options.vision.freeze_aligner):
+        flags.append("adapters of a vision tower")
+    return next(iter(flags), None)
 
 
 def _changed(group: object) -> Iterator[str]:
@@ -178,7 +222,7 @@ def check_fits(options: SftOptions, world: int, gpu: Gpu) -> None:
     if gpu.machine is None:
         return
     try:
-        plan = plan_run(options, world)
+        plan = plan_run(options, world, TEXT)  # for data without images builds no tower
     except UnplannedRunError:
         return
     except Exception as error:  # a fault of the plan must not stop a run that may fit
@@ -203,13 +247,16 @@ def _fix(plan: RunPlan, machine: Machine, limit: float) -> str:
     return f"Set {layout.changes(nearest.layout)}, for {nearest.memory.total / GIB:.1f} GiB by the plan"
 
 
-def memory_line(options: SftOptions, world: int) -> str:
+def memory_line(options: SftOptions, world: int, images: Images = ASSUMED_IMAGES) -> str:
     """Return the planned memory of each GPU as text."""
     try:
-        parts = plan_run(options, world).memory._asdict()
+        plan = plan_run(options, world, images)
     except UnplannedRunError as error:
         return f"not planned: {error}"
+    parts = plan.memory._asdict()
     about = "by the plan" if options.data.packing else "by the plan, if all samples have --max_length tokens"
+    if plan.work.tower:
+        about += f", with {plan.work.tower.image_share:.0%} of the tokens in images"
     if pack_length(options) is None:
         about = "by the plan, and activations, which depend on lengths (--max_length is not set)"
         parts = {name: parts[name] for name in STATES}

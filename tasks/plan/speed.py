@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..observability.flops import Flops
 from .gpu_layout import GpuLayout
-from .memory import BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, Workload
+from .memory import BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, Workload, quantized_values
 
 # Share of the peak that products reach: BEST for large matrices, less for a hidden size or expert width near SMALL.
 BEST, SMALL, SMALL_EXPERT = 0.615, 680.0, 650.0
@@ -19,6 +19,8 @@ NVLINK, NVLINK_ALL_TO_ALL, NETWORK = 160e9, 90e9, 40e9
 MEMORY_BANDWIDTH = 3.3e12  # bytes a second that the optimizer's step reaches on an H200
 HOST_PARAMETERS = 4.2e9  # parameters a second of a node's host per 32 cores, optimizer_cpu_offload
 OVERLAP = 0.7  # share of the gradients' exchange that is hidden behind the backward pass
+FP8_SPEEDUP = 1.9  # of products; each value of their inputs and outputs takes so many seconds to quantize, both passes
+QUANTIZATION = 6.7e-12
 LORA_OVERHEAD = 1.3  # adapters add small products
 
 
@@ -47,7 +49,9 @@ def _compute_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> flo
     passes = 2 + trained + layout.recomputes  # forward, inputs' gradients, weights' gradients, forward again
     attention_passes = 3 + layout.recomputes
     share = layout.micro_batch / (layout.tensor * layout.pipeline * layout.context)
-    products = passes * 2 * flops.matrix_parameters * work.length * share
+    image_share = work.tower.image_share if work.tower else 0.0
+    matrices = flops.matrix_parameters - flops.output * image_share  # visual tokens are not scored
+    products = passes * 2 * matrices * work.length * share
     documents = work.length / work.document_length
     pairs = flops.forward([work.document_length]) - 2 * flops.matrix_parameters * work.document_length
     attention = attention_passes * pairs * documents * share
@@ -55,8 +59,18 @@ def _compute_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> flo
     dense_rate = BEST * (1 - math.exp(-config.hidden_size / math.sqrt(layout.tensor) / SMALL))
     width = config.moe_ffn_hidden_size or 0
     expert_rate = BEST * DISPATCH * (1 - math.exp(-width / SMALL_EXPERT)) if width else 1.0
-    seconds = products * (1 - expert_share) / dense_rate + products * expert_share / expert_rate + attention / ATTENTION
-    return seconds / machine.peak_flops * (LORA_OVERHEAD if work.lora_rank is not None else 1.0)
+    dense = products * (1 - expert_share)
+    seconds = products * expert_share / expert_rate + attention / ATTENTION
+    if work.fp8:
+        layers = dense * (1 - flops.output / flops.matrix_parameters)
+        dense += layers * (1 / FP8_SPEEDUP - 1)
+        values = quantized_values(config) * config.num_layers * work.length * share
+        seconds += QUANTIZATION * values * machine.peak_flops
+    seconds += dense / dense_rate
+    seconds *= LORA_OVERHEAD if work.lora_rank is not None else 1.0
+    visual_tokens = layout.micro_batch * work.length * image_share
+    tower = work.tower.seconds(layout, visual_tokens, machine.peak_flops) if work.tower else 0.0
+    return seconds / machine.peak_flops + tower
 
 
 def _expert_share(work: Workload, flops: Flops) -> float:
@@ -102,15 +116,16 @@ def _update_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> floa
     """Return the seconds of the gradients' exchange that are not hidden, and of the optimizer's step."""
     if work.lora_rank is not None:
         return 0.0
-    parameters = work.parameters.total / layout.pipeline
+    parameters = work.parameters.language / layout.pipeline
     experts = sum(layer.expert for layer in work.parameters.layers) / layout.pipeline
-    dense = (parameters - experts) / layout.tensor
+    dense = (parameters - experts) / layout.tensor + work.trained_tower
     held_experts = experts / layout.expert
     replicas = layout.data * layout.context
     link = NVLINK if layout.gpus <= machine.per_node else NETWORK
     moved = dense * (replicas - 1) / replicas + held_experts * (layout.expert_data - 1) / layout.expert_data
     exchange = (GRADIENT_BYTES + BYTES) * moved / link * (1 - OVERLAP)
     updated = dense / replicas + held_experts / layout.expert_data
-    if layout.offloads:
-        return exchange + updated * min(layout.gpus, machine.per_node) / HOST_PARAMETERS
-    return exchange + updated * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES + BYTES) / MEMORY_BANDWIDTH
+    on_host = updated * work.offload_fraction if layout.offloads else 0.0
+    host_seconds = on_host * min(layout.gpus, machine.per_node) / HOST_PARAMETERS
+    touched = (updated - on_host) * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES + BYTES)
+    return exchange + host_seconds + touched / MEMORY_BANDWIDTH

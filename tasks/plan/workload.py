@@ -1,17 +1,19 @@
 """Model, batch and tuner of a run by config.json and options, as far as memory and time depend on them."""
 
 import torch
+from megatron.core.transformer import TransformerConfig
 
 from ...bridge import runtime
 from ...bridge.families import family_of
 from ...bridge.lora.adapter_mapping import DEFAULT_DROPOUT
-from ...bridge.mapping.param_mapping import HfConfig
+from ...bridge.mapping.param_mapping import HfConfig, Layer
 from ...bridge.model.config import transformer_config
 from ...bridge.model.kernel_selection import choose_kernels
 from ...bridge.options import BuildOptions
 from ..options import PlanOptions
-from .memory import Workload
+from .memory import Fp8, Workload
 from .parameters import count_parameters
+from .tower import IMAGE_SHARE, TowerWork
 
 
 def make_workload(hf_config: HfConfig, transformers_config: object, options: PlanOptions) -> Workload:
@@ -38,4 +40,29 @@ def make_workload(hf_config: HfConfig, transformers_config: object, options: Pla
         options.global_batch_size,
         options.lora_rank if has_adapters else None,
         dropout if has_adapters else 0.0,
+        options.optimizer_offload_fraction,
+        _fp8(config, options),
+        _tower(hf_config, options),
     )
+
+
+def _fp8(config: TransformerConfig, options: PlanOptions) -> Fp8 | None:
+    if options.fp8_format is None:
+        return None
+    layers: tuple[Layer, ...] = config.architecture.layers  # type: ignore[attr-defined]
+    is_usual = all(layer.mixer == "attention" and layer.has_mlp for layer in layers)
+    if config.num_moe_experts or config.multi_latent_attention or not is_usual:
+        raise ValueError("--fp8_format is planned for dense models with usual attention alone")
+    return Fp8(options.fp8_param_gather)
+
+
+def _tower(hf_config: HfConfig, options: PlanOptions) -> TowerWork | None:
+    """Return the vision tower of packs with images; None without them."""
+    family = family_of(hf_config)
+    vision = family.describe(hf_config, vision=True).vision if family.has_tower(hf_config) else None
+    share = IMAGE_SHARE if options.image_share is None else options.image_share
+    if vision is None or not share:
+        return None
+    trains_layers, trains_mergers = not options.freeze_vit, not options.freeze_aligner
+    checkpointing = options.vit_gradient_checkpointing
+    return TowerWork(vision, trains_layers, trains_mergers, share, options.image_tokens, checkpointing)

@@ -113,7 +113,7 @@ def test_a_resumed_run_has_the_layout_of_its_checkpoint(gpus, words, capsys, tmp
 @pytest.mark.parametrize(
     ("more", "error"),
     [
-        ("--fp8_format hybrid", "--plan auto: not planned: --fp8_format. Set the layout's flags instead"),
+        ("--exp_avg_dtype bf16", "--plan auto: not planned: --exp_avg_dtype. Set the layout's flags instead"),
         ("--expert_tensor_parallel_size 2", "--plan auto: not planned: --expert_tensor_parallel_size."),
         ("--cpu_offloading true --cpu_offloading_num_layers 2", "--plan auto cannot be used with --cpu_offloading"),
         ("--sequence_parallel false", "--plan auto cannot be used with --sequence_parallel false"),
@@ -218,7 +218,7 @@ def test_a_micro_batch_without_a_gpu(words, capsys) -> None:
 @pytest.mark.parametrize(
     ("more", "error"),
     [
-        ("--fp8_format hybrid", "--micro_batch_size auto: not planned: --fp8_format. Set a number"),
+        ("--exp_avg_dtype bf16", "--micro_batch_size auto: not planned: --exp_avg_dtype. Set a number"),
         ("--tensor_model_parallel_size 2", "is planned with --sequence_parallel true. Set that too"),
         ("--cpu_offloading true --cpu_offloading_num_layers 2", "cannot be used with --cpu_offloading, which is"),
         ("--use_ray true", "--micro_batch_size auto cannot be used with --use_ray true"),

@@ -1,6 +1,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,14 +9,21 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="session")
-def rows():
-    """Rows of the benchmark (scripts/bench/rows.py)."""
+def bench():
+    """Modules of scripts/bench."""
     sys.path.insert(0, str(ROOT / "scripts" / "bench"))
     try:
+        import plan_check
         import rows
     finally:
         sys.path.pop(0)
-    return rows
+    return SimpleNamespace(plan_check=plan_check, rows=rows)
+
+
+@pytest.fixture(scope="session")
+def rows(bench):
+    """Rows of the benchmark (scripts/bench/rows.py)."""
+    return bench.rows
 
 
 @pytest.fixture(scope="session")

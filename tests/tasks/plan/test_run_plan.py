@@ -10,7 +10,15 @@ from megaswift.bridge.option_groups import with_flags
 from megaswift.cli.main import read_options
 from megaswift.tasks.plan import run_plan
 from megaswift.tasks.plan.memory import OUTSIDE
-from megaswift.tasks.plan.run_plan import Gpu, UnplannedRunError, check_fits, memory_line, plan_run
+from megaswift.tasks.plan.run_plan import (
+    TEXT,
+    Gpu,
+    Images,
+    UnplannedRunError,
+    check_fits,
+    memory_line,
+    plan_run,
+)
 from megaswift.tasks.run import context
 
 GIB = 2**30
@@ -92,7 +100,7 @@ def test_a_fault_of_the_plan_stops_no_run(command, monkeypatch, caplog) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ("--fp8_format hybrid", "--fp8_format"),
+        ("--fp8_format hybrid --fp8_recipe tensorwise --first_last_layers_bf16 true", "--first_last_layers_bf16"),
         ("--exp_avg_dtype bf16", "--exp_avg_dtype"),
         ("--accumulate_allreduce_grads_in_fp32 false", "--accumulate_allreduce_grads_in_fp32"),
         ("--optimizer sgd", "--optimizer sgd"),
@@ -139,8 +147,50 @@ def test_the_line_of_a_dry_run(command) -> None:
     )
 
 
-def test_a_vision_tower_is_not_planned(command) -> None:
-    assert memory_line(options_of(command("vl-4b")), 1) == "not planned: a vision tower or quantized weights"
+@pytest.mark.parametrize(
+    ("name", "more", "reason"),
+    [
+        ("moe", "--fp8_format hybrid", "--fp8_format is planned for dense models"),
+        ("vl-4b", "--precompute_features true", "--precompute_features"),
+        ("vl-4b", "--freeze_llm true", "--freeze_llm"),
+        ("vl-4b-trained", "--tuner_type lora", "adapters of a vision tower"),
+    ],
+)
+def test_what_is_not_planned_of_some_models(name, more, reason, command) -> None:
+    assert memory_line(options_of(command(name, more)), 1).startswith(f"not planned: {reason}")
+
+
+def test_images_take_memory(command) -> None:
+    options = options_of(command("vl-4b-trained"))
+    text, images = (plan_run(options, 1, images).memory for images in (TEXT, Images(0.5)))
+    tower = 415_347_712  # parameters of Qwen3-VL-4B's tower and mergers, as its checkpoint has them
+    assert images.weights - text.weights == 2 * tower
+    assert images.optimizer - text.optimizer == 12 * tower
+    assert images.activations > 1.4 * text.activations
+    line = memory_line(options, 1, Images(0.25))
+    assert " GiB of each GPU by the plan, with 25% of the tokens in images: weights 8.3, " in line
+    alone = options_of(command("vl-4b", "--language_model_only true"))
+    assert plan_run(alone, 1).memory == text
+
+
+def test_weights_in_fp8(command) -> None:
+    plain, cached, stored = (
+        plan_run(options_of(command("8b", more)), 2).memory
+        for more in ("", "--fp8_format hybrid", "--fp8_format hybrid --fp8_param_gather true")
+    )
+    assert stored.weights == plain.weights == cached.weights
+    matrices = 36 * (4096 * 128 * (32 + 2 * 8 + 32) + 3 * 4096 * 12_288)
+    assert cached.reserve - plain.reserve == 2 * matrices  # a copy of each and its transpose, a byte a value
+    assert stored.reserve == plain.reserve
+    assert stored.activations == cached.activations < 0.95 * plain.activations
+
+
+def test_a_part_of_the_optimizer_on_the_host(command) -> None:
+    most, plain, all_of_it = (
+        plan_run(options_of(command("8b-offload", more)), 1).memory
+        for more in ("--optimizer_offload_fraction 0.75", "--optimizer_cpu_offload false", "")
+    )
+    assert (most.optimizer, all_of_it.optimizer) == (plain.optimizer / 4, 0)
 
 
 def test_the_first_rank_compares_with_its_own_gpu(command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,128 @@
+"""Plans of `megatron plan` beside what the runs of a results.json took: memory and time of a step.
+
+    python scripts/bench/plan_check.py docs/results.json [--into docs/plan.md]
+
+Each successful run of megaswift is planned from its flags, as `--dry_run true` does, with the mean length of documents,
+and the share and size of images, of its data. The time is that of the kind of GPU that it ran on. Exits with 1 if an
+error is outside of MEMORY or TIME.
+"""
+
+# pyright: reportMissingImports=false
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megaswift.cli.main import read_options
+from megaswift.tasks.observability.flops import peak_flops
+from megaswift.tasks.plan.run_plan import TEXT, Images, plan_run
+from megaswift.tasks.plan.speed import Machine, seconds_per_step
+from megaswift.tasks.plan.table import aligned
+from report import Run, insert, latest_runs, mean_of, measured_steps, name_of, summary
+from rows import PEERS, ROWS
+from systems import command
+
+MEMORY, TIME = (-0.03, 0.08), (-0.15, 0.15)  # bounds of the relative errors: planned / measured - 1
+DOCUMENT = 1000  # mean tokens of the text's documents
+GIB = 2**30
+MARKERS = "<!-- plan -->", "<!-- /plan -->"
+HEADINGS = ("model", "GPUs", "system", "GPU", "GiB planned", "measured", "error", "s/step planned", "measured", "error")
+# Runs whose time is that of another program: their update on the host was slower before states visited the GPU.
+OLD_TIMES = {("8b-offload", "ours", "")}
+
+
+@dataclass(frozen=True)
+class Check:
+    """Plan of a run beside its measurement: GiB of the GPU with most, and seconds of a step."""
+
+    run: Run
+    planned_memory: float
+    memory: float
+    planned_seconds: float
+    seconds: float
+
+    @property
+    def memory_error(self) -> float:
+        return self.planned_memory / self.memory - 1
+
+    @property
+    def time_error(self) -> float | None:
+        """Relative error; None where the time is not comparable."""
+        key = self.run["row"], self.run["system"], self.run["flags"]
+        return None if key in OLD_TIMES else self.planned_seconds / self.seconds - 1
+
+    @property
+    def is_close(self) -> bool:
+        is_in = MEMORY[0] <= self.memory_error <= MEMORY[1]
+        return is_in and (self.time_error is None or TIME[0] <= self.time_error <= TIME[1])
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        run, time_error = self.run, "" if self.time_error is None else f"{self.time_error:+.1%}"
+        device = run["device"].removeprefix("NVIDIA ").split()[0]
+        cells = f"{self.planned_memory:.1f}", f"{self.memory:.1f}", f"{self.memory_error:+.1%}"
+        times = f"{self.planned_seconds:.3f}", f"{self.seconds:.3f}", time_error
+        return ROWS[run["row"]].title, str(run["gpus"]), name_of(run), device, *cells, *times
+
+
+def check(run: Run, folder: Path) -> Check:
+    """Plan a run. folder: empty, or with the config.json of its model"""
+    row, measured = ROWS[run["row"]], summary(run, [run])
+    (folder / "config.json").write_text(json.dumps(row.config))
+    argv = command(run["system"], row, folder, folder, folder, gpus=run["gpus"], steps=1, site=None, flags=run["flags"])
+    options = read_options("megatron", argv[argv.index("sft") :])[0]
+    plan = plan_run(options, run["gpus"], images_of(run))
+    work = replace(plan.work, document_length=DOCUMENT)
+    machine = Machine(peak_flops(run["device"]) or 0.0)
+    return Check(
+        run,
+        plan.memory.total / GIB,
+        measured["memory_gib"],
+        seconds_per_step(work, plan.layout, machine),
+        measured["seconds_per_step"],
+    )
+
+
+def images_of(run: Run) -> Images:
+    """Return the images in the data of a run, by its log."""
+    images, visual_tokens = mean_of(run, "images"), mean_of(run, "visual_tokens")
+    if not images or not visual_tokens:
+        return TEXT
+    steps = measured_steps(run)
+    tokens = (steps[-1]["tokens"] - steps[0]["before"]["tokens"]) / len(steps)
+    return Images(visual_tokens / tokens, visual_tokens / images)
+
+
+def checks(runs: list[Run]) -> list[Check]:
+    """Return the checks of all successful runs of megaswift on GPUs."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [
+            check(run, Path(folder))
+            for run in latest_runs(runs)
+            if run["system"] not in PEERS and not run["error"] and run["gpus"] and measured_steps(run)
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--into", type=Path, help="a page with markers")
+    arguments = parser.parse_args()
+    results = checks([run for file in arguments.results for run in json.loads(file.read_text())])
+    rows = [HEADINGS, *(result.cells for result in results)]
+    print(aligned(rows))
+    if arguments.into:
+        lines = [f"| {' | '.join(row)} |" for row in (HEADINGS, ["---"] * len(HEADINGS), *rows[1:])]
+        insert(arguments.into, "\n".join(lines), MARKERS)
+    far = [result for result in results if not result.is_close]
+    print(
+        f"\n{len(results) - len(far)} of {len(results)} runs are within the bounds: {MEMORY} in memory, {TIME} in time"
+    )
+    sys.exit(int(bool(far)))
+
+
+if __name__ == "__main__":
+    main()
