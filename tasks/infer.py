@@ -6,7 +6,7 @@
 
 Both engines receive the same token ids from the tokenizer's chat template. The prompt omits a row's last response. Each
 line of the result file is a JSON object: `messages` (with the generated response last), `response`, and `labels`, the
-row's own response or null; rows with images or videos have `images` and `videos` too.
+row's own response or null; rows with media have `images`, `videos` and `audios` too.
 """
 
 import contextlib
@@ -240,9 +240,9 @@ def chat(engine: ChatEngine, options: InferOptions) -> None:
 
 
 def _query(text: str, engine: ChatEngine, earlier: list[Medium]) -> tuple[str, list[Medium]]:
-    """Return a query with its images and videos, whose paths are asked for. Raises UnusableRow or ValueError.
+    """Return a query with its media, whose paths are asked for. Raises UnusableRow or ValueError.
 
-    earlier: images and videos of the conversation
+    earlier: media of the conversation
     """
     if engine.vision is None:
         return text, []
@@ -279,7 +279,7 @@ class TransformersChat(ChatEngine):
                 else {"attn_implementation": KERNELS[options.attention_backend]}
             )
             dtype = options.torch_dtype or "auto"
-            kind = "ImageTextToText" if vision else "CausalLM"
+            kind = "ImageTextToText" if vision and vision.family.image else "CausalLM"
             self.model: Any = load_model(folder, kind, dtype=dtype, device_map=device_map, **kernel).eval()
         if adapter:
             self.model = attach_adapter(self.model, adapter.folder, folder)

@@ -31,7 +31,7 @@ class AdapterFolder:
 class ChatEngine(ABC):
     """Engine of `swift infer`: token ids and media in, text out.
 
-    vision: processor of images and videos; None for a model that takes none
+    vision: processor of media; None for a model that takes none
     most_videos: of a prompt; None: any number
     """
 
@@ -56,12 +56,10 @@ class ChatEngine(ABC):
         try:
             text = self._template.render(conversation, prompt=True)
             if has_sentinels(text):
-                raise UnusableRow("the chat template has no place for an image or video in one of its messages")
+                raise UnusableRow("the chat template has no place for a medium in one of its messages")
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if self.vision is None:
                 return EncodedPrompt(ids, name=row_name)
-            if any(medium.kind == "audio" for medium in conversation.media):
-                raise UnusableRow("it has audios, which this version trains on, but does not answer")
             placed = place_media(np.array(ids), conversation.media, self.vision)
         except UnusableRow as error:
             row = f"{row_name}: " if row_name else ""

@@ -1,4 +1,4 @@
-"""Images and videos of `swift infer`: in prompts, chat and result file, and as inputs of transformers' models.
+"""Images, videos and audios of `swift infer`: in prompts, chat and result file, and as inputs of transformers' models.
 
 Parsing, sizes, tokens and pixels are those of training.
 """
@@ -40,23 +40,15 @@ class EncodedPrompt:
 
 
 def open_vision(folder: Path, options: MediaOptions) -> VisionProcessor | None:
-    """Return the processor of images and videos in `folder`; None without its files, and for other families.
-
-    Raises ValueError for a model of audios.
-    """
+    """Return the processor of media in `folder`; None without its files, and for other families."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
         return None
-    if FAMILIES[config["model_type"]].image is None:
-        raise ValueError(
-            f"--model {folder}: this version trains {config['model_type']}, but does not answer with it. Use "
-            "transformers."
-        )
     return VisionProcessor.open(folder, load_tokenizer(folder), options)
 
 
 def check_readable(media: Iterable[Medium], vision: VisionProcessor) -> None:
-    """Raise UnusableRow, which names the file, for an image or video that cannot be read by its header."""
+    """Raise UnusableRow, which names the file, for a medium that cannot be read by its header."""
     for medium in media:
         with _named(medium):
             vision.plan(medium)
@@ -85,7 +77,7 @@ def _name(source: Json) -> str:
 
 
 def media_inputs(prompts: Sequence[EncodedPrompt], tokens: "Tensor", vision: VisionProcessor) -> dict[str, "Tensor"]:
-    """Return the inputs of a transformers model for the images and videos of a left-padded batch; {} without any.
+    """Return the inputs of a transformers model for the media of a left-padded batch; {} without any.
 
     tokens: int64 [prompts, longest]. Raises ValueError, naming row and file, for a medium that cannot be decoded.
     """
@@ -96,7 +88,7 @@ def media_inputs(prompts: Sequence[EncodedPrompt], tokens: "Tensor", vision: Vis
 def _decode(prompt: EncodedPrompt, placed: PlacedMedium, vision: VisionProcessor) -> np.ndarray:
     assert placed.medium is not None
     with _named_row(prompt, placed.medium):
-        return vision.patches(placed.medium, placed.plan.grid)
+        return vision.decode(placed.medium, placed.plan)
 
 
 @contextmanager
@@ -140,6 +132,12 @@ def count_videos(media: Iterable[Medium]) -> int:
     return sum(medium.kind == "video" for medium in media)
 
 
+def check_audios(vision: VisionProcessor | None) -> None:
+    """Raise ValueError for a model of audios, which vLLM does not get."""
+    if vision and vision.family.image is None:
+        raise ValueError("--infer_backend vllm: takes no audios in this version. Set --infer_backend transformers.")
+
+
 def check_videos(vision: VisionProcessor | None, most: int) -> None:
     """Raise ValueError if vLLM does not take the videos of a model. most: videos of a prompt"""
     from .rollout.vllm_images import takes_videos
@@ -151,7 +149,7 @@ def check_videos(vision: VisionProcessor | None, most: int) -> None:
 
 
 def read_query(text: str, vision: VisionProcessor, ask: Callable[[str], str]) -> tuple[str, list[Medium]]:
-    """Return a query of the chat with sentinels, and its media. `ask` returns the path of each `<image>` or `<video>`.
+    """Return a query of the chat with sentinels, and its media. `ask` returns the path of each tag, as `<image>`.
 
     Raises UnusableRow for media that cannot be read.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..templates.media.processor import VisionProcessor
 from .infer_engine import AdapterFolder, ChatEngine, Emit
-from .infer_media import EncodedPrompt, check_videos, to_request
+from .infer_media import EncodedPrompt, check_audios, check_videos, to_request
 from .options import InferOptions
 from .rollout.lora_support import RANKS, lora_rank_bucket
 
@@ -29,6 +29,7 @@ class VllmChat(ChatEngine):
     ):
         """most_videos: of a prompt, where the prompts are known"""
         self.most_videos = options.vllm_limit_mm_per_prompt.get("video", most_videos)
+        check_audios(vision)
         check_videos(vision, self.most_videos)
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(

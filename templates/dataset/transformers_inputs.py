@@ -1,4 +1,4 @@
-"""Decoded images and videos as inputs of transformers' vision-language models."""
+"""Decoded images, videos and audios as inputs of transformers' models."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-KINDS: tuple[MediaKind, ...] = ("image", "video")
+KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
+SEEN = KINDS[:2]  # which have a type of token
 
 
 def transformers_inputs(
     media: Iterable[tuple[MediaPlan, np.ndarray]], tokens: "Tensor", vision: VisionProcessor
 ) -> dict[str, "Tensor"]:
-    """Return the inputs of a model for the images and videos of a batch; {} without any.
+    """Return the inputs of a model for the media of a batch; {} without any.
 
-    media: in the order of the batch's documents, with their patches, as of `VisionProcessor.patches`
+    media: in the order of the batch's documents, with their values, as of `VisionProcessor.decode`
     tokens: int64 [documents, longest]
     """
     import torch
@@ -37,12 +38,15 @@ def transformers_inputs(
         inputs["video_grid_thw"] = torch.tensor([plan.grid for plan, _ in videos])
         if (rate := vision.tokens_per_second) is not None:
             inputs["second_per_grid_ts"] = torch.tensor([plan.time_step / rate for plan, _ in videos])
+    if audios := plans["audio"]:
+        assert vision.audio is not None
+        inputs |= vision.audio.inputs([spectrogram for _, spectrogram in audios])
     if images and not vision.family.has_axes:
         return inputs | image_kinds(tokens, vision)
-    if not inputs:
+    if not images and not videos:
         return inputs
     kinds = torch.zeros_like(tokens, dtype=torch.int32)
-    for number, kind in enumerate(KINDS, 1):  # transformers' numbers
+    for number, kind in enumerate(SEEN, 1):  # transformers' numbers
         if plans[kind]:
             kinds[tokens == vision.placeholder_id(kind)] = number
     return inputs | {"mm_token_type_ids": kinds}
@@ -57,8 +61,8 @@ def image_kinds(tokens: "Tensor", vision: VisionProcessor) -> dict[str, "Tensor"
 
 
 def to_model(inputs: "Mapping[str, Tensor]", device: "torch.device", dtype: "torch.dtype") -> dict[str, "Tensor"]:
-    """Return inputs on a model's device, their pixels in its dtype: Llama 4's tower takes no other."""
+    """Return inputs on a model's device, pixels and spectrograms in its dtype: Llama 4's tower takes no other."""
     return {
-        name: tensor.to(device, dtype if name.startswith("pixel_values") else tensor.dtype)
+        name: tensor.to(device, dtype if name.startswith("pixel_values") or name == "input_features" else tensor.dtype)
         for name, tensor in inputs.items()
     }

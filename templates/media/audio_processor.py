@@ -4,8 +4,9 @@ Lengths and tokens come from headers by arithmetic, and equal those of transform
 of the checkpoint's feature extractor, which gets each audio by itself.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from ..formats.medium import Medium
 from ..formats.schemas import UnusableRow
 from .audios import audio_info, read_audio
 from .families import AudioFamily
+
+if TYPE_CHECKING:
+    import torch
 
 SILENCE = -1.5  # value of a log-mel spectrogram of zeros, as of Whisper's feature extractor
 
@@ -68,6 +72,21 @@ class AudioProcessor:
         if count != frames:
             raise UnusableRow(f"an audio has {count} frames of its spectrogram, and its header means {frames}")
         return np.ascontiguousarray(features["input_features"][0, :, :frames].T, dtype=np.float32)
+
+    def inputs(self, spectrograms: "Sequence[np.ndarray]") -> "dict[str, torch.Tensor]":
+        """Return the inputs of transformers' model. Behind its end each spectrogram has zeros, up to a whole chunk.
+
+        spectrograms: float32 [frames, mel bins]
+        """
+        import torch
+
+        longest = -(-max(map(len, spectrograms)) // self._chunk) * self._chunk
+        features = torch.zeros(len(spectrograms), self.mel_bins, longest)
+        mask = torch.zeros(len(spectrograms), longest, dtype=torch.int64)
+        for number, spectrogram in enumerate(spectrograms):
+            features[number, :, : len(spectrogram)] = torch.from_numpy(spectrogram).T
+            mask[number, : len(spectrogram)] = 1
+        return {"input_features": features, "input_features_mask": mask}
 
     def silence(self, frames: int) -> np.ndarray:
         """Return the spectrogram in place of an audio that cannot be decoded."""

@@ -71,11 +71,13 @@ def encoded_patches(run: Path) -> int:
 class Oracle:
     """A model of transformers with its processor. head: `score.weight` of a folder without such a class."""
 
-    def __init__(self, folder: Path, pictures: Path, *, has_head: bool = False):
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+    auto_class = "AutoModelForImageTextToText"
 
-        self.processor, self.pictures = AutoProcessor.from_pretrained(folder), pictures
-        self.model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    def __init__(self, folder: Path, pictures: Path, *, has_head: bool = False):
+        import transformers
+
+        self.processor, self.pictures = transformers.AutoProcessor.from_pretrained(folder), pictures
+        self.model: Any = getattr(transformers, self.auto_class).from_pretrained(folder, dtype=torch.float32)
         self.score: Any = None
         if has_head:
             weights = load_file(folder / "model.safetensors")
@@ -160,7 +162,7 @@ class Oracle:
 
 def blocks_of(content: str) -> list[dict[str, str]]:
     """Return a text with tags as content blocks."""
-    parts = re.split("<(image|video)>", content)
+    parts = re.split("<(image|video|audio)>", content)
     blocks = [{"type": part} if place % 2 else {"type": "text", "text": part} for place, part in enumerate(parts)]
     return [block for block in blocks if block.get("text") != ""]
 

@@ -1,14 +1,13 @@
 """`megatron sft` with audios as a user runs it, and the same steps by transformers."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import prepared, tiny_audio
+from tests import tiny_audio
 from tests.tasks.supervised.test_images import ALL, BATCH, EPSILON, LAYOUTS, RATE, STEPS, log, megatron, train, write
 
 pytestmark = pytest.mark.slow
@@ -132,11 +131,7 @@ def test_adapters_of_the_tower_and_features_from_disk(place):
     )
 
 
-def test_what_takes_no_audio_says_so(place):
+def test_generation_takes_no_audio(place):
     printed = megatron(place, "rlhf --rlhf_type grpo --model qwen3_asr --dataset train.jsonl --strict true "
                        "--reward_funcs format --output_dir refused", code=1)  # fmt: skip
     assert "it has audios, of which this version generates no answers" in printed
-    command = "-m megaswift.cli.main swift infer --model qwen3_asr --val_dataset train.jsonl --max_new_tokens 1"
-    done = prepared.run(command.split(), cwd=place, environment=os.environ | {"HF_HOME": str(place / "cache")})
-    assert done.returncode == 1
-    assert "this version trains qwen3_asr, but does not answer with it" in done.stdout + done.stderr

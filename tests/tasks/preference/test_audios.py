@@ -1,0 +1,151 @@
+"""Preferences between answers to questions with audios: the numbers of transformers."""
+
+import wave
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tests import tiny_audio
+from tests.tasks.vision_oracle import ALL, BATCH, STEPS, Oracle, Place, log
+
+pytestmark = pytest.mark.slow
+BETA = 0.1
+SOUNDS = 9
+NAMES = "loss", "grad_norm", "audios", "audio_tokens"
+PAIRED = "logps/chosen", "logps/rejected", "rewards/margins"
+
+
+class AudioPlace(Place):
+    """A folder with a tiny Qwen3-ASR, sounds, and runs on them."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._runs = folder, {}
+        tiny_audio.qwen3_asr(folder / "asr")
+        for number in range(SOUNDS):
+            (folder / f"{number}.wav").write_bytes(tiny_audio.wav(tiny_audio.sound(4000 + 5000 * number, number)))
+
+
+class AudioOracle(Oracle):
+    """A model of transformers with its processor, which takes at most one sound."""
+
+    auto_class = "AutoModelForMultimodalLM"
+
+    def inputs(self, text: str, images: Sequence[str], videos: Sequence[Sequence[str]] = ()) -> dict[str, Tensor]:
+        """images: files of sounds"""
+        if not images:
+            return self.processor.tokenizer([text], return_tensors="pt")
+        (name,) = images
+        with wave.open(str(self.pictures / name)) as file:
+            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
+        return self.processor(text=[text], audio=[samples])
+
+
+def pair(number: int) -> dict[str, Any]:
+    """A question with an audio or none. Every fourth row differs in its rejected audio alone."""
+    count = int(number % 4 > 0)
+    question = {"role": "user", "content": "<audio>" * count + "what colour?"}
+    answer = {"role": "assistant", "content": "a red circle " * (1 + number % 3)}
+    row = {"messages": [question, answer], "audios": [f"{number % SOUNDS}.wav"] * count}
+    if number % 4 == 2:
+        return row | {"rejected_audios": [f"{(number + 3) % SOUNDS}.wav"]}
+    return row | {"rejected_response": "a blue square" + " of the sky" * (number % 2)}
+
+
+def sides(row: dict[str, Any]) -> list[tuple[list[dict], list[str]]]:
+    """Conversation and audios of the chosen and of the rejected answer."""
+    rejected = row["messages"]
+    if "rejected_response" in row:
+        rejected = [*rejected[:-1], {"role": "assistant", "content": row["rejected_response"]}]
+    return [(row["messages"], row["audios"]), (rejected, row.get("rejected_audios", row["audios"]))]
+
+
+ROWS = [pair(number) for number in range(STEPS * BATCH)]
+JUDGED = [
+    {"messages": row["messages"], "audios": row["audios"], "label": number % 3 != 1} for number, row in enumerate(ROWS)
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> AudioPlace:
+    place = AudioPlace(tmp_path_factory.mktemp("audios"))
+    place.write("pairs.jsonl", ROWS)
+    place.write("kto.jsonl", JUDGED)
+    return place
+
+
+def rlhf(place: Place, kind: str, flags: str = "", processes: int = 1, *, fails: bool = False) -> Any:
+    data = "kto" if kind == "kto" else "pairs"
+    words = f"rlhf --rlhf_type {kind} --model asr --dataset {data}.jsonl {ALL} --micro_batch_size 2 {flags}"
+    return place.run(words, processes, fails=fails)
+
+
+def dpo_by_hand(place: Place) -> list[list[float]]:
+    policy, frozen = (AudioOracle(place.folder / "asr", place.folder) for _ in range(2))
+
+    def log_probs(model: Oracle, rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        values = torch.stack([model.log_prob(*side) for row in rows for side in sides(row)])
+        return values[::2], values[1::2]
+
+    def loss(rows: Sequence[Any]) -> tuple[Tensor, list[float]]:
+        chosen, rejected = log_probs(policy, rows)
+        with torch.no_grad():
+            ref_chosen, ref_rejected = log_probs(frozen, rows)
+        margins = BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))
+        return -logsigmoid(margins).mean(), [value.mean().item() for value in (chosen, rejected, margins)]
+
+    return policy.steps(ROWS, loss)
+
+
+def kto_by_hand(place: Place) -> list[list[float]]:
+    policy, frozen = (AudioOracle(place.folder / "asr", place.folder) for _ in range(2))
+
+    def loss(numbers: Sequence[int]) -> tuple[Tensor, list[float]]:
+        ratios, other_ratios = [], []
+        for number in numbers:
+            messages, names = JUDGED[number]["messages"], JUDGED[number]["audios"]
+            other = [*messages[:-1], JUDGED[number - 1]["messages"][-1]]
+            with torch.no_grad():
+                before = frozen.log_prob(messages, names)
+                other_ratios.append(policy.log_prob(other, names) - frozen.log_prob(other, names))
+            ratios.append(policy.log_prob(messages, names) - before)
+        kl = torch.stack(other_ratios).mean().clamp(min=0)
+        signs = torch.tensor([1.0 if JUDGED[number]["label"] else -1.0 for number in numbers])
+        return (1 - torch.sigmoid(signs * BETA * (torch.stack(ratios) - kl))).mean(), [kl.item()]
+
+    return policy.steps(range(STEPS * BATCH), loss)
+
+
+def test_dpo_is_that_of_transformers(place):
+    run = rlhf(place, "dpo")
+    torch.testing.assert_close(log(run, "loss", "grad_norm", *PAIRED), dpo_by_hand(place), rtol=2e-4, atol=1e-6)
+    counts = [len({*row["audios"], *row.get("rejected_audios", [])}) for row in ROWS]  # one in both is encoded once
+    assert log(run, "audios") == [[sum(counts[step * BATCH : (step + 1) * BATCH])] for step in range(STEPS)]
+
+
+def test_kto_is_that_of_transformers(place):
+    run = rlhf(place, "kto")
+    torch.testing.assert_close(log(run, "loss", "grad_norm", "kl"), kto_by_hand(place), rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        pytest.param("dpo", "--tensor_model_parallel_size 2 --sequence_parallel true", id="dpo TP2 SP"),
+        pytest.param("dpo", "--pipeline_model_parallel_size 2", id="dpo PP2", marks=pytest.mark.long),
+        pytest.param("kto", "--context_parallel_size 2", id="kto CP2", marks=pytest.mark.long),
+    ],
+)
+def test_a_layout_gives_the_numbers_of_one_process(kind, flags, place):
+    layout, alone = rlhf(place, kind, flags, 2), rlhf(place, kind)
+    torch.testing.assert_close(log(layout, *NAMES), log(alone, *NAMES), rtol=1e-4, atol=0)
+
+
+def test_a_reward_model_of_audios_is_refused(place):
+    printed = rlhf(place, "rm", fails=True)
+    assert "transformers has no sequence classification for qwen3_asr models" in printed
