@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.tiny_vision_files import _save, _text
+from tests.tiny_kimi_k25 import kimi_k25
+from tests.tiny_vision_files import LATENT_EXPERTS, _save, _text
 from tests.tiny_vision_files import mean_of as mean_of
 from tests.tiny_vision_text import (
     GEMMA_NAMES,
@@ -244,18 +245,12 @@ def kimi_vl(folder: Path, seed: int = 0) -> Path:
         "patch_size": 14, "merge_kernel_size": [2, 2], "in_token_limit": 120, "pad_input": True,
         "image_mean": half, "image_std": half, "auto_map": {"AutoProcessor": "processing_kimi_vl.KimiVLProcessor"},
     }  # fmt: skip
-    latent = {
-        "num_key_value_heads": 4, "kv_lora_rank": 18, "q_lora_rank": None, "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 8, "v_head_dim": 14, "moe_intermediate_size": 24, "n_routed_experts": 8,
-        "num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
     vision = {
         "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
         "init_pos_emb_height": 5, "init_pos_emb_width": 5,
     }  # fmt: skip
     config = KimiVLConfig(
-        _text({"rope_type": "default", "rope_theta": 500.0}) | latent,
+        _text({"rope_type": "default", "rope_theta": 500.0}) | LATENT_EXPERTS,
         vision,
         vocabulary.convert_tokens_to_ids("<|media_pad|>"),
     )
@@ -338,6 +333,7 @@ FAMILIES = {
     "llava": llava,
     "gemma3": gemma3,
     "kimi_vl": kimi_vl,
+    "kimi_k25": kimi_k25,
     "internvl": internvl,
     "llama4": llama4,
     "mistral3": mistral3,

@@ -6,6 +6,13 @@ import torch
 
 from tests.tiny_vision_text import SPECIAL, VOCABULARY
 
+# Settings of a decoder of DeepSeek-V3's shape, beside `_text`.
+LATENT_EXPERTS = {
+    "num_key_value_heads": 4, "kv_lora_rank": 18, "q_lora_rank": None, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
+    "v_head_dim": 14, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+
 
 def _text(rope: dict) -> dict:
     return {

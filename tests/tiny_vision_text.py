@@ -18,6 +18,7 @@ GLM_SPECIAL += [f"<|{place}_of_{kind}|>" for kind in ("image", "video") for plac
 GLM_SPECIAL += ["<|image|>", "<|video|>"]
 KIMI_SPECIAL = ["[BOS]", "[EOS]", "[PAD]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>"]
 KIMI_SPECIAL += ["<|im_middle|>", "<|media_start|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"]
+K25_SPECIAL = [token.replace("<|media_start|>", "<|media_begin|>") for token in KIMI_SPECIAL]
 LLAVA_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 LLAMA_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot|>", "<|finetune_right_pad|>"]
 LLAMA_SPECIAL += ["<|header_start|>", "<|header_end|>", "<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"]
@@ -111,6 +112,8 @@ KIMI_TEMPLATE = """\
 {%- endfor -%}{%- endif -%}{{- '<|im_end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_assistant|>assistant<|im_middle|>' -}}{%- endif -%}"""
+
+K25_TEMPLATE = KIMI_TEMPLATE.replace("<|media_start|>", "<|media_begin|>")
 
 GEMMA_TEMPLATE = """\
 {{ bos_token }}

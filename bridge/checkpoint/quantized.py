@@ -33,12 +33,18 @@ class WeightSource(Protocol):
     ) -> Tensor: ...
 
 
+def quantization_of(hf_config: HfConfig) -> HfConfig:
+    """Return the `quantization_config` of a raw config.json, perhaps of its text model; {}: none."""
+    text: HfConfig = hf_config.get("text_config") or {}
+    return hf_config.get("quantization_config") or text.get("quantization_config") or {}
+
+
 def open_weights(folder: str | Path, hf_config: HfConfig) -> WeightSource:
     """Open the tensors of a model folder by their unquantized names; reading dequantizes them.
 
     Raises ValueError for an unknown quantization, and as SafetensorsFolder does.
     """
-    quantization = hf_config.get("quantization_config")
+    quantization = quantization_of(hf_config)
     if not quantization:
         return SafetensorsFolder(folder)
     method = quantization.get("quant_method")

@@ -403,6 +403,7 @@ def _write_config(
     config.pop("quantization_config", None)
     if "text_config" in config:
         config["text_config"] = _set_dtype(config["text_config"], dtype)
+        config["text_config"].pop("quantization_config", None)
     if quantization:
         config["quantization_config"] = quantization
     original = (source / "config.json").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from ..mapping.param_mapping import Architecture, HfConfig, ParamKey, ParamTable
 from .conversion_report import unmapped_reasons
 from .hub import INDEX
 from .passthrough import passthrough_names
-from .quantized import WeightSource, open_weights
+from .quantized import WeightSource, open_weights, quantization_of
 from .safetensors_io import unindexed_files
 
 HINT = "Do weights and config.json belong together?"
@@ -23,7 +23,7 @@ def check_folder_names(folder: Path, hf_config: HfConfig) -> None:
         family = family_of(hf_config)
     except ValueError:
         return
-    if (hf_config.get("quantization_config") or {}).get("quant_method") not in (None, "fp8", "mxfp4"):
+    if quantization_of(hf_config).get("quant_method") not in (None, "fp8", "mxfp4"):
         return
     architecture = family.describe(hf_config)
     source = open_weights(folder, hf_config)

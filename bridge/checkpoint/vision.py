@@ -22,7 +22,8 @@ FIRST_TENSORS = (
     "vision_model.patch_embedding.linear.weight",
 )
 # In names of modules.
-TOWER_PARTS = "visual.", "vision_tower.", "vision_model.", "audio_tower.", "multi_modal_projector."
+TOWER_PARTS = "visual.", "vision_tower.", "vision_model.", "audio_tower."
+TOWER_PARTS += "multi_modal_projector.", "mm_projector."
 
 
 def has_tower(folder: Path, hf_config: HfConfig) -> bool:

@@ -370,10 +370,13 @@ class Family:
         return any(key in hf_config and reader is not None for key, reader in towers)
 
     def read(self, hf_config: HfConfig) -> HfConfig:
-        """Return the text model's part of a raw config.json, with defaults for missing and null keys."""
+        """Return the text model's part of a raw config.json, with defaults for missing and null keys.
+
+        With a tower, it also has the raw `text_config` and `vision_config`.
+        """
         config = self.text_config(hf_config)
         missing = {key: default for key, default in self.defaults.items() if config.get(key) is None}
-        return config | missing | {key: hf_config[key] for key in ("text_config",) if key in hf_config}
+        return config | missing | {key: hf_config[key] for key in ("text_config", "vision_config") if key in hf_config}
 
     def list_mappings(self, hf_config: HfConfig, mtp_depths: int = 0) -> list[ParamMapping]:
         """List the mappings under all their checkpoint names, the likelier names for this raw config.json first."""

@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from ..formats.medium import MediaKind
 
+Processor = Literal["qwen2_vl", "pixtral", "internvl", "kimi_vl", "kimi_k25", "gemma3", "llava", "llama4"]
+
 
 class Placeholder(NamedTuple):
     """Tokens that stand for an image or a video: one that is repeated, between two that enclose it."""
@@ -24,6 +26,7 @@ QWEN_VIDEO = Placeholder("<|vision_start|>", "<|video_pad|>", "<|vision_end|>")
 PIXTRAL_IMAGE = Placeholder("", "[IMG]", "")
 INTERN_IMAGE = Placeholder("", "<IMG_CONTEXT>", "")
 KIMI_IMAGE = Placeholder("<|media_start|>image<|media_content|>", "<|media_pad|>", "<|media_end|>")
+K25_IMAGE = Placeholder("<|media_begin|>image<|media_content|>", "<|media_pad|>", "<|media_end|>")
 GEMMA_IMAGE = Placeholder("\n\n<start_of_image>", "<image_soft_token>", "<end_of_image>\n\n")
 LLAVA_IMAGE = Placeholder("", "<image>", "")
 LLAMA_IMAGE = Placeholder("", "<|patch|>", "")
@@ -58,8 +61,8 @@ class VisionFamily:
     image: None: images are not supported
     has_blocks: the visual tokens of an image attend to each other in both directions
     processor: form of the processor: Qwen2-VL's; Pixtral's, which has tokens between the rows of an image; InternVL's,
-    which cuts images into tiles, or Llama 4's, which has tokens between tiles; Kimi-VL's, which pads images; Gemma 3's
-    and LLaVA's, whose images have one size, to which LLaVA's crops them
+    which cuts images into tiles, or Llama 4's, which has tokens between tiles; Kimi-VL's and
+    Kimi-K2.5's, which pad images; Gemma 3's and LLaVA's, whose images have one size, to which LLaVA's crops them
     template_image: text of an image in chat templates, which processors replace by the placeholder; "": it is there
     has_bf16_pixels: pixels are normalized in bfloat16
     """
@@ -74,7 +77,7 @@ class VisionFamily:
     has_axes: bool = True
     has_blocks: bool = False
     audio: AudioFamily | None = None
-    processor: Literal["qwen2_vl", "pixtral", "internvl", "kimi_vl", "gemma3", "llava", "llama4"] = "qwen2_vl"
+    processor: Processor = "qwen2_vl"
     template_image: str = ""
     has_bf16_pixels: bool = False
 
@@ -96,6 +99,7 @@ GLM = VisionFamily("norm1000", image=GLM_IMAGE, video=None, counts_frames=True, 
 MISTRAL = VisionFamily("norm1000", image=PIXTRAL_IMAGE, video=None, has_axes=False, processor="pixtral")
 INTERN = VisionFamily("norm1000", image=INTERN_IMAGE, video=None, has_axes=False, processor="internvl")
 KIMI = VisionFamily("norm1000", image=KIMI_IMAGE, video=None, has_axes=False, processor="kimi_vl")
+KIMI_K25 = VisionFamily("norm1000", image=K25_IMAGE, video=None, has_axes=False, processor="kimi_k25")
 GEMMA = VisionFamily(
     "norm1000",
     image=GEMMA_IMAGE,
@@ -129,6 +133,7 @@ FAMILIES = {
     "internvl": INTERN,
     "qwen3_asr": ASR,
     "kimi_vl": KIMI,
+    "kimi_k25": KIMI_K25,
     "gemma3": GEMMA,
     "llava": LLAVA,
     "llama4": LLAMA,

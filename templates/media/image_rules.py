@@ -191,8 +191,6 @@ class PaddedImages(ImageRules):
 
     def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
         sides = [-(-side // self.factor) * self.factor for side in self._reduced(height, width, limits)]
-        if max(sides) >= MOST_PATCHES * self.patch_size:
-            raise UnusableRow(f"an image has {MOST_PATCHES} patches or more on one side")
         return sides[0], sides[1]
 
     def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
@@ -205,9 +203,14 @@ class PaddedImages(ImageRules):
             image = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
             image = image.resize((sides[1], sides[0]), Image.Resampling.BICUBIC)
             pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
-        _, rows, columns = grid
-        bottom, right = rows * self.patch_size - sides[0], columns * self.patch_size - sides[1]
-        return torch.nn.functional.pad(pixels, (0, right, 0, bottom))
+        return self._padded(pixels, grid)
+
+    def _padded(self, pixels: "Tensor", grid: Grid) -> "Tensor":
+        """Return the pixels of a grid, from those of the reduced image: uint8 [1, 3, height, width]."""
+        from torch.nn.functional import pad
+
+        bottom, right = (n * self.patch_size - side for n, side in zip(grid[1:], pixels.shape[2:], strict=True))
+        return pad(pixels, (0, right, 0, bottom))
 
     def _reduced(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
         """Return the size of an image before it is padded."""
@@ -220,6 +223,8 @@ class PaddedImages(ImageRules):
             height, width = int(height * scale), int(width * scale)
         if not height or not width:
             raise UnusableRow("an image has no pixel left in its height or width within max_pixels")
+        if -(-max(height, width) // self.factor) * self.merge_size >= MOST_PATCHES:
+            raise UnusableRow(f"an image has {MOST_PATCHES} patches or more on one side")
         return height, width
 
     def _most_patches(self, max_pixels: int) -> int:
@@ -239,6 +244,43 @@ class PaddedImages(ImageRules):
         side, patch = self.merge_size, self.patch_size
         squares = patches.view(grid[1] // side, grid[2] // side, side, side, -1, patch, patch)
         return squares.transpose(1, 2).reshape(len(patches), -1, patch, patch)
+
+
+class Kimi25Images(PaddedImages):
+    """Rules of Kimi-K2.5's processor: Kimi-VL's, but for long images, which are reduced, and how images are resized."""
+
+    def __init__(self, processor: Any):
+        self.patch_size, self.merge_size = processor.patch_size, processor.merge_size
+        self.most_pixels = processor.max_patches * processor.patch_size**2
+        self._longest = processor.size["max_height"] * processor.patch_size
+
+    def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
+        height, width = self._reduced(pixels.shape[2], pixels.shape[3], limits)
+        return self._padded(resize(pixels, height, width), grid)
+
+    def _reduced(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        check_ratio(height, width, limits.max_ratio)
+        check_no_smallest_size(limits)
+        patches = max(1, height // self.patch_size) * max(1, width // self.patch_size)
+        scale = min(
+            1.0,
+            math.sqrt(self._most_patches(limits.max_pixels) / patches),
+            self._longest / height,
+            self._longest / width,
+        )
+        height, width = (min(max(1, int(side * scale)), self._longest) for side in (height, width))
+        return height, width
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        return {"max_patches": self._most_patches(max_pixels)}
+
+    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
+        import torch
+
+        return {
+            "pixel_values": super().inputs(images)["pixel_values"],
+            "image_grid_thw": torch.tensor([grid for grid, _ in images]),
+        }
 
 
 class SquareImages(ImageRules):

@@ -10,6 +10,7 @@ from .families import VisionFamily
 from .image_rules import (
     CroppedImages,
     ImageRules,
+    Kimi25Images,
     KimiSettings,
     NoImages,
     PaddedImages,
@@ -92,6 +93,27 @@ def _kimi_settings(file: Path) -> KimiSettings:
     return KimiSettings(mean, std, config["patch_size"], height, config["in_token_limit"])
 
 
+def _kimi_k25_rules(folder: Path, processor: Any) -> Kimi25Images:
+    """Return the rules of transformers' processor, which does not read the settings of the checkpoint's own code."""
+    file = folder / PROCESSOR_FILES[0]
+    settings = (read_json(file) if file.is_file() else {}).get("media_proc_cfg") or {}
+    values = {
+        "in_patch_limit": processor.max_patches,
+        "patch_limit_on_one_side": processor.size["max_height"],
+        "patch_size": processor.patch_size,
+        "merge_kernel_size": processor.merge_size,
+        "image_mean": [*processor.image_mean],
+        "image_std": [*processor.image_std],
+        "fixed_output_tokens": None,
+    }
+    if differing := [name for name, value in values.items() if settings.get(name, value) != value]:
+        raise ValueError(
+            f"{file}: media_proc_cfg has {differing[0]} {settings[differing[0]]}, and only "
+            f"{values[differing[0]]} is supported. Copy the file from the original checkpoint."
+        )
+    return Kimi25Images(processor)
+
+
 def video_config(processor: Any) -> dict[str, Any] | None:
     """Return what limits need of a video processor. processor: transformers'; None: there is none"""
     if processor is None:
@@ -118,6 +140,8 @@ def image_rules(folder: Path, family: VisionFamily, processor: Any, tokenizer: T
             return _llava_rules(folder, processor)
         case "kimi_vl":
             return PaddedImages(processor)
+        case "kimi_k25":
+            return _kimi_k25_rules(folder, processor)
         case "qwen2_vl":
             return QwenImages(processor, counts_frames=family.counts_frames)
 

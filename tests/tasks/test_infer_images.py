@@ -15,8 +15,8 @@ from tests.tiny_vision import picture
 
 pytestmark = pytest.mark.slow
 FAMILIES = "qwen2_5_vl", "qwen3_vl"
-FURTHER = "qwen3_5", "glm4v", "mistral3", "internvl", "llama4"
-IMAGES_ONLY = "glm4v", "mistral3", "internvl", "llama4"
+FURTHER = "qwen3_5", "glm4v", "mistral3", "internvl", "llama4", "kimi_k25"
+IMAGES_ONLY = "glm4v", "mistral3", "internvl", "llama4", "kimi_k25"
 NEW_TOKENS = 10
 
 
@@ -66,6 +66,8 @@ def expected(folder, row, adapter=None, max_pixels=None):
         edge = math.isqrt(max_pixels) if folder.name.startswith("mistral3") else max_pixels * frames
         if folder.name.startswith(("internvl", "llama4")):
             processor.image_processor.max_patches = max_pixels // 56**2
+        elif folder.name.startswith("kimi_k25"):
+            processor.image_processor.max_patches = max_pixels // 14**2
         else:
             processor.image_processor.size["longest_edge"] = edge
     network = AutoModelForImageTextToText.from_pretrained(folder).eval()

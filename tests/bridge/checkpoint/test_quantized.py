@@ -86,6 +86,8 @@ def test_unquantised(folder):
 def test_other_ways_are_refused_by_name(folder, quantization, message):
     with pytest.raises(ValueError, match=message):
         open_weights(folder[0], {"quantization_config": quantization})
+    with pytest.raises(ValueError, match=message):  # as Kimi-K2.5 has it
+        open_weights(folder[0], {"text_config": {"quantization_config": quantization}})
 
 
 def test_scales_that_do_not_fit(tmp_path):

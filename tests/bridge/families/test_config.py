@@ -293,6 +293,10 @@ def test_unknown_architecture():
         ("InternVL3_5-8B-HF", {}, {"image_size": [448, 224]}, r"image_size \[448, 224\]: only squares"),
         ("Llama-4-Scout-17B-16E-Instruct", {}, {"vision_output_dim": 7680}, "vision_output_dim 7680; .* 4096 only"),
         ("Llama-4-Scout-17B-16E-Instruct", {}, {"pixel_shuffle_ratio": 0.25}, "pixel_shuffle_ratio 0.25; .* 0.5 only"),
+        ("Kimi-K2.5", {}, {"merge_type": "sd2"}, "merge_type 'sd2'; .* 'sd2_tpool' only"),
+        ("Kimi-K2.5", {}, {"mm_hidden_size": 1024}, "mm_hidden_size 1024; .* 1152 only"),
+        ("Kimi-K2.5", {"projection_layer_norm_eps": 1e-6}, {}, "1e-06 as the epsilon of the projector's norm"),
+        ("Kimi-VL-A3B-Instruct", {}, {"model_type": "siglip"}, "model_type 'siglip'"),
         ("InternVL3_5-8B-HF", {"downsample_ratio": 0.25}, {}, "downsample_ratio 0.25; .* 0.5 only"),
     ],
 )

@@ -187,6 +187,21 @@ def kimi_vl() -> Any:
     return KimiVLConfig(TEXT | LATENT | EXPERTS | {"rope_parameters": ROPE} | moonlight, VISION_MOON, IMAGE)
 
 
+def kimi_k25() -> Any:
+    """Kimi-K2's settings: one group of experts, a query matrix of low rank."""
+    from transformers import Kimi_K25Config
+
+    from tests.bridge.families.deepseek_v2 import EXPERTS, LATENT
+
+    vision = {name.removeprefix("init_"): value for name, value in VISION_MOON.items()} | {"rope_parameters": AXIAL}
+    experts = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+    text = TEXT | LATENT | EXPERTS | {"rope_parameters": ROPE, "model_type": "deepseek_v3"} | experts
+    return Kimi_K25Config(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, projection_hidden_size=vision["hidden_size"],
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 # Gemma 3: images of four squares, each of one token. Its window is narrower than an image.
 VISION_SIGLIP = {
     "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
@@ -263,6 +278,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": gemma3,
     "llava": llava,
     "llama4": llama4,
+    "kimi_k25": kimi_k25,
 }
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests import tiny_kimi_k25
 from tests.bridge.families.reference import (
     SMALLEST_MARGIN,
     _by_names_in_files,
@@ -95,7 +96,7 @@ def form(model: Any) -> str:
     whose tokens have positions on axes (empty).
     """
     forms = {"llava": "crops", "mistral3": "rows", "internvl": "tiles", "gemma3": "images", "kimi_vl": "patches"}
-    forms["llama4"] = "tiles"
+    forms |= {"llama4": "tiles", "kimi_k25": "patches"}
     return forms.get(model.config.model_type, "")
 
 
@@ -185,6 +186,8 @@ def run(model: Any, document: MediaDocument) -> Tensor:
     """Log-probabilities [length, vocabulary]."""
     if form(model):
         inputs = model_inputs(document, form(model)) if document.grids else {}
+        if model.config.model_type == "kimi_k25" and inputs:
+            inputs = {"pixel_values": inputs["pixel_values"], "image_grid_thw": torch.tensor(document.grids)}
         ids = torch.from_numpy(document.ids)[None]
         if document.has_blocks:
             inputs["token_type_ids"] = (ids == IMAGE).long()
@@ -246,18 +249,20 @@ def make(folder: Path, family: str) -> None:
     else:
         raise RuntimeError("no seed gives a routing without ties")
     model.save_pretrained(folder / "fp32")
-    if family != "llama4":  # its class has the experts as the hub
-        _write(folder / "fp32", _as_on_the_hub(load_file(folder / "fp32" / "model.safetensors")))
+    _write(folder / "fp32", _as_on_the_hub(load_file(folder / "fp32" / "model.safetensors"), family))
     (loss / count).backward()
     rename = getattr(model, "by_names_in_files", partial(_by_names_in_files, model))
     # LLaVA's last layer is not used.
     used = {name: p for name, p in model.named_parameters() if p.grad is not None or form(model) != "crops"}
     gradients = rename({name: gradient(p) for name, p in used.items()})
-    if family != "llama4":
-        gradients = _as_on_the_hub(gradients)
+    gradients = _as_on_the_hub(gradients, family)
     torch.save({"log_probs": log_probs, "gradients": gradients, "packs": packs}, folder / "reference.pt")
 
 
-def _as_on_the_hub(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Transpose stacked experts, which transformers does only for models that it has loaded."""
+def _as_on_the_hub(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Return tensors by the names and in the form of the hub, which transformers gives only some of those it saves."""
+    if family == "kimi_k25":
+        return {tiny_kimi_k25.name_on_the_hub(name): tensor for name, tensor in tensors.items()}
+    if family == "llama4":  # its class has the experts as the hub
+        return tensors
     return {name: t.transpose(1, 2).contiguous() if STACKED.search(name) else t for name, t in tensors.items()}

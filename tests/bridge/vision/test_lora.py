@@ -46,6 +46,7 @@ CASES = {
         {"vision": {}, "whole": [f"vision.{module}" for module in (*CLASS_TOKEN_MODULES, "embedding_norm")]},
         "TP2 SP",
     ),
+    "beside MoonViT": ("kimi_k25", {"vision": {}}, "TP2 SP EP2"),
     "MLP of squares": ("llama4", {"vision": ALL}, "TP2 SP"),
     "whole tower with an MLP of squares": (
         "llama4",
@@ -63,7 +64,12 @@ pytestmark = pytest.mark.slow
 
 
 LONG = "projector", "whole projector", "tower with class tokens", "pooled squares", "whole projection", "crops"
-LONG += "whole tower with a norm of embeddings", "MLP of squares", "whole tower with an MLP of squares"
+LONG += (
+    "whole tower with a norm of embeddings",
+    "beside MoonViT",
+    "MLP of squares",
+    "whole tower with an MLP of squares",
+)
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CASES])

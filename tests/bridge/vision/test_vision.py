@@ -36,8 +36,11 @@ USUAL = {
     "gemma3": ("CP2",),
     "llava": (),
     "llama4": ("TP2 SP EP2",),
+    "kimi_k25": (),
 }
 FURTHER_FAULTS = (
+    ("kimi_k25", "height and width swapped", ""),
+    ("kimi_k25", "position embeddings of the next row", ""),
     ("llama4", "height and width swapped", ""),
     ("llama4", "one block for all images", ""),
     ("llama4", "patches of a square in another order", ""),
@@ -50,7 +53,7 @@ FURTHER_FAULTS = (
     ("kimi_vl", "patches of a square in another order", ""),
     ("kimi_vl", "position embeddings of the next row", ""),
 )
-EXPERTS = "moe", "kimi_vl", "llama4"  # ends of the names of families with experts
+EXPERTS = "moe", "kimi_vl", "llama4", "kimi_k25"  # ends of the names of families with experts
 Jobs = list[dict[str, Any]]
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from tests import tiny_vision
 
 pytestmark = pytest.mark.slow
 PLACEHOLDERS = {"qwen3_vl": "<|image_pad|>", "glm4v": "<|image|>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
-PLACEHOLDERS |= {"llama4": "<|image|>"}
+PLACEHOLDERS |= {"llama4": "<|image|>", "kimi_k25": "<|media_pad|>"}
 
 IMAGE = {"llama4": "<|patch|>"}  # in the requests of a run, which has another than the texts of processors
 

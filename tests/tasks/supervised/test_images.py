@@ -45,6 +45,7 @@ def place(tmp_path_factory) -> Path:
     tiny_vision.gemma3(place / "gemma3")
     tiny_vision.llava(place / "llava")
     tiny_vision.llama4(place / "llama4")
+    tiny_vision.kimi_k25(place / "kimi_k25")
     for number in range(9):
         tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place / f"{number}.png")
     write(place / "train.jsonl", [row(number) for number in range(STEPS * BATCH)])
@@ -98,7 +99,7 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
         turn, end_token, added = ("<|assistant|>\n", "<|user|>", "<|user|>")
     elif model_folder == "mistral3":
         turn, end_token = "[/INST]", "</s>"
-    elif model_folder == "kimi_vl":
+    elif model_folder in ("kimi_vl", "kimi_k25"):
         turn = "<|im_assistant|>assistant<|im_middle|>"
     elif model_folder == "gemma3":
         turn, end_token = "<start_of_turn>model\n", "<end_of_turn>"
@@ -138,7 +139,7 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
     return found, dict(model.named_parameters())
 
 
-FURTHER = "qwen2_5", "qwen3_5", "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4"
+FURTHER = "qwen2_5", "qwen3_5", "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4", "kimi_k25"
 
 
 @pytest.mark.parametrize("model", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)])

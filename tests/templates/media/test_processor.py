@@ -22,10 +22,11 @@ FAMILIES = (
     "kimi_vl",
     "gemma3",
     "llama4",
+    "kimi_k25",
     pytest.param("llava", marks=pytest.mark.long),
     pytest.param("qwen3_5", marks=pytest.mark.long),
 )
-IMAGES_ONLY = "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4"
+IMAGES_ONLY = "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4", "kimi_k25"
 ROWS = 200
 WORDS = ["what", "colour", "is", "the", "shape", "a", "red", "circle", "blue", "square", "sky", "picture"]
 
@@ -84,7 +85,7 @@ def reference(processor, row: dict) -> dict:
     if hasattr(processor, "tile_global_token") and images:  # Llama 4's, which puts all of an image behind its tiles
         shapes = [processor.image_processor(images=[image])["aspect_ratios"][0] for image in images]
         inputs["tiles"] = [math.prod(shape) + (math.prod(shape) > 1) for shape in shapes]
-    elif hasattr(getattr(processor, "image_processor", None), "max_patches") and images:
+    elif hasattr(getattr(processor, "image_processor", None), "crop_to_patches") and images:
         tiles = processor.image_processor.get_number_of_image_patches
         inputs["tiles"] = [tiles(image.height, image.width, {"crop_to_patches": True}) for image in images]
     return inputs
@@ -120,7 +121,7 @@ def pixels_of(expected: dict, kind: str) -> torch.Tensor | None:
     values = expected.get("pixel_values" if kind == "image" else "pixel_values_videos")
     if values is None or values.dim() == 2:
         return values
-    if "image_grid_hws" in expected:
+    if "image_grid_hws" in expected or values.shape[-1] == 14:  # patches of the Kimi models, row by row
         return torch.cat([squares_of(image, *grid[1:]) for image, grid in split_images(expected)])
     patches = []
     sizes = expected["image_sizes"].tolist() if "image_sizes" in expected else [[*image.shape[1:]] for image in values]
@@ -154,7 +155,7 @@ def grids_of(expected: dict) -> list[list[int]]:
         return [[1, height // 14, width // 14] for height, width in expected["image_sizes"].tolist()]
     if "tiles" in expected:
         return [[tiles, 4, 4] for tiles in expected["tiles"]]
-    if "pixel_values" in expected and expected["pixel_values"].dim() == 4:  # images of one size
+    if "image_grid_thw" not in expected and "pixel_values" in expected and expected["pixel_values"].dim() == 4:
         return [[1, *(side // 14 for side in expected["pixel_values"].shape[2:])]] * len(expected["pixel_values"])
     grids = [expected.get(f"{kind}_grid_thw") for kind in ("image", "video")]
     return [grid for part in grids if part is not None for grid in part.tolist()]

@@ -185,6 +185,33 @@ KIMI_VL_A3B = {
     },
     "vocab_size": 163840,
 }
+KIMI_K25 = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "media_placeholder_token_id": 163605,
+    "model_type": "kimi_k25",
+    "text_config": KIMI_K2
+    | {"max_position_embeddings": 262144, "rope_scaling": _yarn(64.0, 1.0, beta_fast=32.0, beta_slow=1.0)},
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "init_pos_emb_height": 64,
+        "init_pos_emb_time": 4,
+        "init_pos_emb_width": 64,
+        "merge_kernel_size": [2, 2],
+        "merge_type": "sd2_tpool",
+        "mm_hidden_size": 1152,
+        "mm_projector_type": "patchmerger",
+        "patch_size": 14,
+        "pos_emb_type": "divided_fixed",
+        "projector_hidden_act": "gelu",
+        "projector_ln_eps": 1e-05,
+        "text_hidden_size": 7168,
+        "video_attn_type": "spatial_temporal",
+        "vt_hidden_size": 1152,
+        "vt_intermediate_size": 4304,
+        "vt_num_attention_heads": 16,
+        "vt_num_hidden_layers": 27,
+    },
+}
 MOONVIT_TENSORS = ("vision_tower.encoder.blocks.0.wqkv.weight", "multi_modal_projector.pre_norm.bias")
 GLM_4_5 = {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -353,6 +380,12 @@ MODELS = {
         ("model.layers.0.self_attn.rotary_emb.inv_freq",),
     ),
     "Kimi-VL-A3B-Instruct": Published("deepseek_v3", "15960110208", KIMI_VL_A3B, MOONVIT_TENSORS),
+    "Kimi-K2.5": Published(
+        "deepseek_v3",
+        "1026408232448",
+        KIMI_K25,
+        ("vision_tower.encoder.blocks.0.wqkv.weight", "mm_projector.proj.0.weight"),
+    ),
     "Kimi-K2-Instruct": Published(
         "deepseek_v3", "1026408232448", KIMI_K2, ("model.layers.0.self_attn.rotary_emb.inv_freq",)
     ),

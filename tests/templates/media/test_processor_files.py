@@ -1,0 +1,46 @@
+"""Files of processors that do not fit the model, or the rules that are known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megaswift.bridge.checkpoint.pretrained import load_tokenizer
+from megaswift.templates.media.processor import VisionProcessor
+from megaswift.templates.options import MediaOptions
+
+from tests import tiny_vision
+
+PUBLISHED = {
+    "in_patch_limit": 120,
+    "patch_limit_on_one_side": 18,
+    "patch_size": 14,
+    "merge_kernel_size": 2,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "fixed_output_tokens": None,
+}  # of the code of Kimi-K2.5's checkpoints, for the tiny one
+
+
+def opened(folder: Path, file: str, **changes: Any) -> VisionProcessor | None:
+    """Return the processor of a checkpoint, of which a file has other settings."""
+    path = folder / file
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(settings | changes))
+    return VisionProcessor.open(folder, load_tokenizer(folder), MediaOptions())
+
+
+def test_tiles_of_another_size(tmp_path: Path) -> None:
+    folder = tiny_vision.FAMILIES["llama4"](tmp_path)
+    vision = json.loads((folder / "config.json").read_text())["vision_config"]
+    with pytest.raises(ValueError, match=r"tiles of 56 x 56 pixels.* expected are those of config\.json, 28 x 28"):
+        opened(folder, "config.json", vision_config=vision | {"image_size": 28})
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_settings_of_the_code_of_checkpoints(name: str, tmp_path: Path) -> None:
+    """transformers' processor does not read them: those that differ from its own are refused."""
+    folder = tiny_vision.FAMILIES["kimi_k25"](tmp_path)
+    assert opened(folder, "preprocessor_config.json", media_proc_cfg=PUBLISHED)
+    with pytest.raises(ValueError, match=f"media_proc_cfg has {name} 7, and only"):
+        opened(folder, "preprocessor_config.json", media_proc_cfg=PUBLISHED | {name: 7})
