@@ -28,7 +28,7 @@ PEER = (
     "--cross_entropy_loss_fusion true --gradient_accumulation_fusion false --load_from_cache_file false "
     "--dataset_num_proc 8 --dataloader_num_workers 4 --no_save_optim true --no_save_rng true"
 )
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "transformers")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn-4", "triton", "transformers")
 
 
 def peer_script(site: Path | None) -> Path:
