@@ -28,7 +28,7 @@ from ..rl.rollout_metrics import RolloutMetrics
 from ..rl.sampler import Sampler
 from ..rollout.engine_group import EngineGroup
 from ..rollout.eos import eos_token_ids
-from ..rollout.factory import ModelRollout, check_videos, open_rollout
+from ..rollout.factory import ModelRollout, check_media, open_rollout
 from ..rollout.transformers_engine import TransformersEngine
 from ..run.context import Run, episode_plan
 from ..train.evaluation import evaluate_on
@@ -50,7 +50,7 @@ def check_answers(run: Run) -> None:
     options = run.options
     assert isinstance(options, GkdOptions)
     if options.lmbda > 0:
-        check_videos(run, options.engine)
+        check_media(run, options.engine)
 
 
 def make_gkd(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tuple[Objective, list[str]]:

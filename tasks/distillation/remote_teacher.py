@@ -22,7 +22,7 @@ class RemoteTeacher:
     """`TeacherOutputs` from a server. Every rank creates an instance; errors reach every rank.
 
     Raises ScoringServerLost if no server answers, ValueError if its vocabulary differs from the student's, or
-    if it does not take the images and videos of the data.
+    if it does not take the media of the data.
     """
 
     def __init__(self, run: Run, options: GkdOptions, vocab_size: int):
@@ -40,6 +40,11 @@ class RemoteTeacher:
                 reconnect_timeout=options.engine.server_reconnect_timeout,
             )
 
+        if most_media(run.data, "audio"):
+            raise ValueError(
+                "--teacher_model_server: the data has audios, which this version sends to no server. Set "
+                "--teacher_model instead"
+            )
         self.vision = run.vision
         self.reader = run_on_all_ranks(connect, gloo_group())
         broadcast_from_rank0(lambda: self.reader.check_vocabulary(run.tokenizer), gloo_group())

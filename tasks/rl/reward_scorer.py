@@ -19,7 +19,7 @@ from ..rewards.reward_fn import Reward, RewardSample, TrainerState
 from ..rewards.scoring import Scores, score
 from ..rewards.unscored import UnscoredMonitor, check_columns
 from ..rewards.vision_model import VisionModelReward, has_vision
-from ..rollout.factory import check_videos
+from ..rollout.factory import check_media
 from ..rollout.health import notify
 from ..run.context import Run, turn_images
 from ..system.plugins import load_plugins
@@ -123,7 +123,7 @@ def check_data(run: Run) -> None:
 
     if reward_weights(options.rewards):
         rank0_only(check)
-    check_videos(run, options.engine)
+    check_media(run, options.engine)
     folder = _model_folder(run, options.rewards)
     if folder and run.sees_media and not has_vision(folder):
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from .request_audio import RequestAudio
 from .request_image import RequestImage
 from .request_video import RequestVideo
 
@@ -34,21 +35,33 @@ class Request:
     transformers engine, and with vLLM as far as its kernels are deterministic.
     """
 
-    tokens: list[int]  # one placeholder stands for each image or video
+    tokens: list[int]  # one placeholder stands for each image, video or audio
     seed: int
     max_new_tokens: int | None = None  # limit below Sampling.max_new_tokens
     images: Sequence[RequestImage] = ()  # in the order of their placeholders
-    prompt_length: int | None = None  # tokens of the prompt in training, with those of its images; None: unknown
+    prompt_length: int | None = None  # tokens of the prompt in training, with those of its media; None: unknown
     videos: Sequence[RequestVideo] = ()  # in the order of their placeholders
+    audios: Sequence[RequestAudio] = ()  # likewise; of TransformersEngine alone
+
+    @property
+    def has_media(self) -> bool:
+        return bool(self.images or self.videos or self.audios)
 
     def check_length(self, length: int) -> None:
         """Raise RuntimeError if the engine's prompt has another length than training's. length: in tokens"""
         if self.prompt_length not in (None, length):
             raise RuntimeError(
-                f"the engine's prompt has {length} tokens with those of its {len(self.images)} images and "
-                f"{len(self.videos)} videos, and training's has {self.prompt_length}: log-probabilities would be of "
-                "other tokens. Set the same --model, and the same limits of images, for the engine and the run"
+                f"the engine's prompt has {length} tokens with those of its {len(self.images)} images, "
+                f"{len(self.videos)} videos and {len(self.audios)} audios, and training's has {self.prompt_length}: "
+                "log-probabilities would be of other tokens. Set the same --model, and the same limits of images, for "
+                "the engine and the run"
             )
+
+
+def refuse_audios(request: Request) -> None:
+    """Raise ValueError for a request with audios, as those of a stream, which are not known before."""
+    if request.audios:
+        raise ValueError("a prompt has audios, which only transformers takes in this version. Set --use_vllm false")
 
 
 @dataclass(frozen=True)

@@ -148,9 +148,15 @@ def engine_kind(options: EngineOptions) -> str:
     return "vllm" if uses_vllm or options.vllm_mode == "colocate" else "transformers"
 
 
-def check_videos(run: Run, options: EngineOptions) -> None:
-    """Raise ValueError if the data has videos, and the engine takes none in this version."""
+def check_media(run: Run, options: EngineOptions) -> None:
+    """Raise ValueError if the data has videos or audios, and the engine takes none in this version."""
     kind = engine_kind(options)
+    if kind != "transformers" and most_media(run.data, "audio"):
+        flag = "--vllm_mode server" if kind == "server" else "--use_vllm true"
+        raise ValueError(
+            f"{flag}: the data has audios, which this version sends to no such engine. Set --use_vllm false, which "
+            "generates with transformers, or remove the audios"
+        )
     if kind == "vllm" and has_videos(run.data) and run.vision and not takes_videos(run.vision):
         raise ValueError(
             "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL alone in this version. Set "

@@ -1,4 +1,4 @@
-"""Requests with the images and videos of their documents, as engines take them."""
+"""Requests with the media of their documents, as engines take them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,6 +7,7 @@ from ...templates.dataset.placed_media import PlacedMedium, collapse
 from ...templates.formats.medium import MediaKind
 from ...templates.media.processor import VisionProcessor
 from .engine import Request
+from .request_audio import training_audio
 from .request_image import resized_image, training_image
 from .request_video import training_video
 
@@ -26,6 +27,9 @@ def with_media(
     videos = {
         id(video.medium): training_video(video, vision) for placed in media for video in _of_kind(placed, "video")
     }
+    audios = {
+        id(audio.medium): training_audio(audio, vision) for placed in media for audio in _of_kind(placed, "audio")
+    }
     return [
         replace(
             request,
@@ -33,6 +37,7 @@ def with_media(
             images=[images[id(image.medium)] for image in _of_kind(placed, "image")],
             prompt_length=len(request.tokens),
             videos=[videos[id(video.medium)] for video in _of_kind(placed, "video")],
+            audios=[audios[id(audio.medium)] for audio in _of_kind(placed, "audio")],
         )
         for request, placed in zip(requests, media, strict=True)
     ]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ...templates.json_types import JsonObject
-from .engine import Request
+from .engine import Request, refuse_audios
 from .request_image import RequestImage
 from .request_video import RequestVideo
 
@@ -65,6 +65,7 @@ def scoring_body(document: Request) -> JsonObject:
 
 
 def _media(request: Request) -> dict[str, list[RequestMedium]]:
+    refuse_audios(request)
     return {"images": [*request.images], "videos": [*request.videos]}
 
 

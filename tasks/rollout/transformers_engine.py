@@ -17,6 +17,7 @@ from .engine import Cancelled, Completion, Request, Sampling, TopLogProbs
 from .eos import eos_token_ids
 from .hf_replica import Replica
 from .image_inputs import ImageInputs
+from .request_audio import RequestAudio
 from .request_video import RequestVideo
 from .transformers_experts import ExpertRecorder
 
@@ -45,8 +46,7 @@ class TransformersEngine:
         self, requests: Sequence[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None = None
     ) -> list[Completion]:
         """Generate as `ScoringEngine`. Raises RuntimeError while weights are missing."""
-        has_media = any(request.images or request.videos for request in requests)
-        if missing := self.replica.missing(for_images=has_media):
+        if missing := self.replica.missing(for_images=any(request.has_media for request in requests)):
             raise RuntimeError(f"{len(missing)} weights of the engine have not arrived yet, such as {missing[0]}")
         lengths = [request.prompt_length or len(request.tokens) for request in requests]
         order = sorted(range(len(requests)), key=lengths.__getitem__)  # neighbours need little padding
@@ -63,7 +63,7 @@ class TransformersEngine:
     def top_log_probs(self, document: Request, positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
         """Score tokens as `ScoringEngine`. Only logits at `positions` are computed."""
         kept, drawn = torch.tensor(positions, device=self.device), {}
-        if document.images or document.videos:
+        if document.has_media:
             document, drawn = self._without_drawn(document)
         (prompt,), media = self._expanded([document])
         tokens = torch.tensor([prompt])
@@ -106,16 +106,18 @@ class TransformersEngine:
         return ImageInputs(self.folder)
 
     def _expanded(self, requests: Sequence[Request]) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """Return the prompts with all tokens of their images and videos, and the inputs of the images."""
+        """Return the prompts with all tokens of their media, and the inputs of the images."""
         prompts, images = [request.tokens for request in requests], {}
         if any(request.images for request in requests):
             prompts, images = self._image_inputs.of(requests)
-        if any(request.videos for request in requests):
-            token_id = self.replica.model.config.video_token_id
-            prompts = [
-                _with_videos(prompt, request.videos, token_id)
-                for prompt, request in zip(prompts, requests, strict=True)
-            ]
+        config = self.replica.model.config
+        for media, name in (
+            ([request.videos for request in requests], "video_token_id"),
+            ([request.audios for request in requests], "audio_token_id"),
+        ):
+            if any(media):
+                token_id = getattr(config, name)
+                prompts = [_with_media(*pair, token_id) for pair in zip(prompts, media, strict=True)]
         for prompt, request in zip(prompts, requests, strict=True):
             request.check_length(len(prompt))
         return prompts, images
@@ -123,28 +125,32 @@ class TransformersEngine:
     def _media_inputs(
         self, requests: Sequence[Request], tokens: Tensor, images: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the model's inputs for images and videos, on the device.
+        """Return the model's inputs for media, on the device.
 
         tokens: int64 [requests, longest]. images: as of `_expanded`
         """
-        videos, media = [video for request in requests for video in request.videos], dict(images)
+        media = dict(images)
+        values = [(video.plan, video.patches, video.vision) for request in requests for video in request.videos]
+        values += [(audio.plan, audio.spectrogram, audio.vision) for request in requests for audio in request.audios]
         if images:
             media |= image_kinds(tokens, self._image_inputs.vision)
-        if videos:
-            inputs = transformers_inputs([(video.plan, video.patches) for video in videos], tokens, videos[0].vision)
-            inputs["mm_token_type_ids"] += media.get("mm_token_type_ids", 0)
+        if values:
+            inputs = transformers_inputs([value[:2] for value in values], tokens, values[0][2])
+            if images and "mm_token_type_ids" in inputs:
+                inputs["mm_token_type_ids"] += media["mm_token_type_ids"]
             media |= inputs
         return to_model(media, self.device, self.replica.model.dtype)
 
     def _without_drawn(self, document: Request) -> tuple[Request, dict[int, int]]:
         """Return a document without the placeholders that a model has drawn behind its media, and these, by place.
 
-        transformers would look for an image of each.
+        transformers would look for an image, video or audio of each.
         """
         config, tokens, drawn = self.replica.model.config, list(document.tokens), dict[int, int]()
         for token_id, media in (
-            (config.image_token_id, document.images),
+            (getattr(config, "image_token_id", None), document.images),
             (getattr(config, "video_token_id", None), document.videos),
+            (getattr(config, "audio_token_id", None), document.audios),
         ):
             places = [place for place, token in enumerate(tokens) if token == token_id]
             drawn |= {place: tokens[place] for place in places[len(media) :]}
@@ -199,9 +205,9 @@ class TransformersEngine:
         return [replace(completion, experts=experts[start:end]) for completion, experts, start, end in recorded]
 
 
-def _with_videos(prompt: list[int], videos: Sequence[RequestVideo], token_id: int) -> list[int]:
-    """Return a prompt with all tokens of its videos. token_id: their placeholder"""
-    plans = iter([video.plan for video in videos])
+def _with_media(prompt: list[int], media: Sequence[RequestVideo | RequestAudio], token_id: int) -> list[int]:
+    """Return a prompt with all tokens of its videos or audios. token_id: their placeholder"""
+    plans = iter([medium.plan for medium in media])
     expanded: list[int] = []
     for token in prompt:
         plan = next(plans) if token == token_id else None

@@ -9,7 +9,7 @@ from ...templates.media.families import FAMILIES
 from ...templates.media.processor import VisionProcessor
 from ..options.groups import GenerationOptions
 from ..options.rollout import VllmOptions
-from .engine import Request
+from .engine import Request, refuse_audios
 from .request_image import LARGEST
 
 
@@ -50,6 +50,7 @@ def takes_videos(vision: VisionProcessor) -> bool:
 
 def vllm_prompt(request: Request) -> dict[str, Any]:
     """Return a request as a prompt of vLLM, which expands its placeholders by the checkpoint's processor."""
+    refuse_audios(request)
     prompt: dict[str, Any] = {"prompt_token_ids": request.tokens}
     media: dict[str, Any] = {}
     if request.images:

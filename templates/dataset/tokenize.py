@@ -199,8 +199,6 @@ class Encoder:
             columns = self.renderer.columns(row) if self.stage in PROMPTED else self._channel(row)
             samples = self.renderer(row)
             media = [medium for texts, _ in samples for text in texts for medium in text.media]
-            if self.stage in PROMPTED and any(medium.kind == "audio" for medium in media):
-                raise UnusableRow("it has audios, of which this version generates no answers: use megatron sft")
             for text in (text.text for texts, _ in samples for text in texts):
                 if not text.isascii():  # ASCII is always valid; the check avoids a copy
                     text.encode()

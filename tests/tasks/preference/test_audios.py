@@ -1,22 +1,20 @@
 """Preferences between answers to questions with audios: the numbers of transformers."""
 
-import wave
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tests import tiny_audio
+from tests.tasks.audio_oracle import SOUNDS, AudioOracle, write_sounds
 from tests.tasks.vision_oracle import ALL, BATCH, STEPS, Oracle, Place, log
 
 pytestmark = pytest.mark.slow
 BETA = 0.1
-SOUNDS = 9
 NAMES = "loss", "grad_norm", "audios", "audio_tokens"
 PAIRED = "logps/chosen", "logps/rejected", "rewards/margins"
 
@@ -27,23 +25,7 @@ class AudioPlace(Place):
     def __init__(self, folder: Path):
         self.folder, self._runs = folder, {}
         tiny_audio.qwen3_asr(folder / "asr")
-        for number in range(SOUNDS):
-            (folder / f"{number}.wav").write_bytes(tiny_audio.wav(tiny_audio.sound(4000 + 5000 * number, number)))
-
-
-class AudioOracle(Oracle):
-    """A model of transformers with its processor, which takes at most one sound."""
-
-    auto_class = "AutoModelForMultimodalLM"
-
-    def inputs(self, text: str, images: Sequence[str], videos: Sequence[Sequence[str]] = ()) -> dict[str, Tensor]:
-        """images: files of sounds"""
-        if not images:
-            return self.processor.tokenizer([text], return_tensors="pt")
-        (name,) = images
-        with wave.open(str(self.pictures / name)) as file:
-            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
-        return self.processor(text=[text], audio=[samples])
+        write_sounds(folder)
 
 
 def pair(number: int) -> dict[str, Any]:
@@ -128,17 +110,19 @@ def test_dpo_is_that_of_transformers(place):
     assert log(run, "audios") == [[sum(counts[step * BATCH : (step + 1) * BATCH])] for step in range(STEPS)]
 
 
+@pytest.mark.long
 def test_kto_is_that_of_transformers(place):
     run = rlhf(place, "kto")
     torch.testing.assert_close(log(run, "loss", "grad_norm", "kl"), kto_by_hand(place), rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
         pytest.param("dpo", "--tensor_model_parallel_size 2 --sequence_parallel true", id="dpo TP2 SP"),
-        pytest.param("dpo", "--pipeline_model_parallel_size 2", id="dpo PP2", marks=pytest.mark.long),
-        pytest.param("kto", "--context_parallel_size 2", id="kto CP2", marks=pytest.mark.long),
+        pytest.param("dpo", "--pipeline_model_parallel_size 2", id="dpo PP2"),
+        pytest.param("kto", "--context_parallel_size 2", id="kto CP2"),
     ],
 )
 def test_a_layout_gives_the_numbers_of_one_process(kind, flags, place):

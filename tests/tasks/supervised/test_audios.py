@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import tiny_audio
-from tests.tasks.supervised.test_images import ALL, BATCH, EPSILON, LAYOUTS, RATE, STEPS, log, megatron, train, write
+from tests.tasks.supervised.test_images import ALL, BATCH, EPSILON, LAYOUTS, RATE, STEPS, log, train, write
 
 pytestmark = pytest.mark.slow
 USUAL = "TP2 SP", "PP2 VPP2"
@@ -129,9 +129,3 @@ def test_adapters_of_the_tower_and_features_from_disk(place):
         for row in map(json.loads, (again / "logging.jsonl").read_text().splitlines())
         if "loss" in row
     )
-
-
-def test_generation_takes_no_audio(place):
-    printed = megatron(place, "rlhf --rlhf_type grpo --model qwen3_asr --dataset train.jsonl --strict true "
-                       "--reward_funcs format --output_dir refused", code=1)  # fmt: skip
-    assert "it has audios, of which this version generates no answers" in printed
