@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megaswift.cli.main import read_options
 from megaswift.tasks.observability.flops import peak_flops
+from megaswift.tasks.plan.command import GPUS
 from megaswift.tasks.plan.run_plan import TEXT, Images, plan_run
 from megaswift.tasks.plan.speed import Machine, seconds_per_step
 from megaswift.tasks.plan.table import aligned
@@ -74,7 +75,8 @@ def check(run: Run, folder: Path) -> Check:
     (folder / "config.json").write_text(json.dumps(row.config))
     argv = command(run["system"], row, folder, folder, folder, gpus=run["gpus"], steps=1, site=None, flags=run["flags"])
     options = read_options("megatron", argv[argv.index("sft") :])[0]
-    plan = plan_run(options, run["gpus"], images_of(run))
+    gpu_bytes = next(gib * GIB for name, gib in GPUS.values() if run["device"].startswith(name))
+    plan = plan_run(options, run["gpus"], images_of(run), gpu_bytes)
     work = replace(plan.work, document_length=DOCUMENT)
     machine = Machine(peak_flops(run["device"]) or 0.0)
     return Check(

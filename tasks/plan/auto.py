@@ -70,7 +70,7 @@ def planned(options: SftOptions, requested: Collection[str], world: int, gpu: Gp
     if pack_length(options) is None:
         raise ValueError(f"{flag} needs the longest sample. Set --max_length")
     try:
-        return plan_run(options, world)
+        return plan_run(options, world, gpu_bytes=gpu.memory)
     except UnplannedRunError as error:
         raise ValueError(f"{flag}: not planned: {error}. {fix}") from None
 

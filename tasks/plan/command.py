@@ -1,5 +1,7 @@
 """`megatron plan`: a table of the layouts that fit, the fastest first, and the command of the best."""
 
+from dataclasses import replace
+
 from ...bridge.checkpoint.hub import model_folder, read_config
 from ...bridge.checkpoint.pretrained import load_config
 from ...templates.plural import plural
@@ -28,9 +30,9 @@ def run(options: PlanOptions, sources: dict[str, str]) -> int:
     """Print the plans. Raises ValueError if nothing fits."""
     folder = model_folder(options.model_options, weights=False)
     hf_config = read_config(folder)
-    work = make_workload(hf_config, load_config(folder), options)
     device, memory = GPUS[options.gpu]
     memory = options.memory or memory
+    work = replace(make_workload(hf_config, load_config(folder), options), gpu_bytes=memory * GIB)
     peak = peak_flops(device)
     assert peak is not None
     machine = Machine(peak, options.gpus_per_node)

@@ -22,6 +22,8 @@ OPTIMIZER_BYTES = 12  # an fp32 master and two moments
 # What PyTorch reserves beyond tensors that live at the peak: fragments, workspaces, buckets of gradients.
 RESERVE = 1.5 * GIB
 EXPERT_SKEW = 1.1  # tokens of the busiest rank of expert parallelism, relative to the mean
+# Logits that the output layer keeps, in the memory of a GPU, and those of a chunk beside them (kernels/log_probs.py).
+KEPT_LOGITS, LOGITS_CHUNK = 1 / 16, 1 / 48
 DROPOUT_MASK_BYTES = 1
 FP8_WEIGHT_BYTES = 2  # copy of a matrix and its transpose, which the products of both passes read
 
@@ -63,6 +65,7 @@ class Workload:
     offload_fraction: float = 1.0  # of the optimizer's state, in layouts with the optimizer on the host
     fp8: Fp8 | None = None  # None: bf16
     tower: TowerWork | None = None  # None: none is built
+    gpu_bytes: float = 80 * GIB  # memory of a GPU
 
     def layer(self, layer: int) -> Layer:
         return self.config.architecture.layers[layer]  # type: ignore[attr-defined]
@@ -114,9 +117,12 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
     micro_batches = layout.micro_batches(work.global_batch)
     in_flight = min(layout.pipeline - stage, micro_batches)
     saved = [_saved_bytes(work, layout, layer) for layer in layers]
+    logits = BYTES * tokens * (1 - image_share) * work.vocab_size / layout.tensor if is_last else 0.0
+    logits = min(logits, (KEPT_LOGITS + LOGITS_CHUNK) * work.gpu_bytes)
     if layout.recomputes:
         layer_inputs = BYTES * work.config.hidden_size / layout.tensor * len(layers)
-        activations = tokens * (in_flight * layer_inputs + max(saved))
+        # A layer is recomputed when the logits are freed.
+        activations = tokens * in_flight * layer_inputs + max(tokens * max(saved) - logits, 0)
     else:
         activations = tokens * in_flight * sum(saved)
     if work.tower:
@@ -126,7 +132,6 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
         trained += work.trained_tower
         shards += work.trained_tower / (layout.data * layout.context)
     on_gpu = 1 - work.offload_fraction if layout.offloads else 1.0
-    scored = tokens * (1 - image_share)
     reserve = RESERVE
     if work.fp8 and not work.fp8.stores_weights:
         reserve += FP8_WEIGHT_BYTES * sum(work.parameters.layers[layer].split for layer in layers) / layout.tensor
@@ -135,7 +140,7 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
         GRADIENT_BYTES * (trained + trained_experts),
         OPTIMIZER_BYTES * shards * on_gpu,
         activations,
-        BYTES * scored * work.vocab_size / layout.tensor if is_last else 0.0,
+        logits,
         reserve,
     )
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ...bridge.checkpoint.hub import read_config, source_folder
 from ...bridge.checkpoint.pretrained import load_config
@@ -102,10 +102,13 @@ class Images:
 TEXT, ASSUMED_IMAGES = Images(0.0), Images(IMAGE_SHARE)
 
 
-def plan_run(options: SftOptions, world: int, images: Images = ASSUMED_IMAGES) -> RunPlan:
+def plan_run(
+    options: SftOptions, world: int, images: Images = ASSUMED_IMAGES, gpu_bytes: float | None = None
+) -> RunPlan:
     """Return the plan of a run on `world` GPUs. Downloads at most the small files of its model.
 
     images: for models with a tower
+    gpu_bytes: memory of a GPU; None: Workload's default
     Raises UnplannedRunError.
     """
     if unplanned := next(_unplanned_flags(options), None):
@@ -123,6 +126,8 @@ def plan_run(options: SftOptions, world: int, images: Images = ASSUMED_IMAGES) -
         work = make_workload(hf_config, load_config(folder), plan_options(options, world, images))
     except ValueError as error:
         raise UnplannedRunError(str(error)) from None
+    if gpu_bytes:
+        work = replace(work, gpu_bytes=gpu_bytes)
     layout = layout_of(options, world)
     return RunPlan(work, layout, _is_measured(options, layout, hf_config["model_type"]))
 
@@ -222,7 +227,7 @@ def check_fits(options: SftOptions, world: int, gpu: Gpu) -> None:
     if gpu.machine is None:
         return
     try:
-        plan = plan_run(options, world, TEXT)  # for data without images builds no tower
+        plan = plan_run(options, world, TEXT, gpu.memory)  # for data without images builds no tower
     except UnplannedRunError:
         return
     except Exception as error:  # a fault of the plan must not stop a run that may fit
