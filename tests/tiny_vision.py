@@ -30,7 +30,7 @@ from tests.tiny_vision_text import (
     tokenizer,
 )
 from tests.tiny_vision_text import VOCABULARY as VOCABULARY
-from tests.tiny_vision_tiles import internvl, llama4
+from tests.tiny_vision_tiles import internvl, llama4, llava_onevision
 
 
 def picture(width: int, height: int, seed: int = 0):
@@ -336,6 +336,7 @@ FAMILIES = {
     "kimi_k25": kimi_k25,
     "internvl": internvl,
     "llama4": llama4,
+    "llava_onevision": llava_onevision,
     "mistral3": mistral3,
     "glm4v": glm4v,
     "qwen2_5_vl": qwen2_5_vl,

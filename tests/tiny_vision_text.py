@@ -20,6 +20,7 @@ KIMI_SPECIAL = ["[BOS]", "[EOS]", "[PAD]", "<|im_end|>", "<|im_user|>", "<|im_as
 KIMI_SPECIAL += ["<|im_middle|>", "<|media_start|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"]
 K25_SPECIAL = [token.replace("<|media_start|>", "<|media_begin|>") for token in KIMI_SPECIAL]
 LLAVA_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
+ONEVISION_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>"]
 LLAMA_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot|>", "<|finetune_right_pad|>"]
 LLAMA_SPECIAL += ["<|header_start|>", "<|header_end|>", "<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"]
 LLAMA_SPECIAL += ["<|tile_x_separator|>", "<|tile_y_separator|>"]
@@ -98,6 +99,18 @@ INTERN_TEMPLATE = """\
 {{- '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+# That of LLaVA-OneVision, without videos.
+ONEVISION_TEMPLATE = """\
+{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}\
+{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}\
+{% if message['role'] != 'assistant' %}\
+{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ '\n' + content['text'] }}{% endfor %}\
+{% else %}\
+{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}\
+{% generation %}{{ '\n' + content['text'] }}{% endgeneration %}{% endfor %}\
+{% endif %}{{ '<|im_end|>' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 KIMI_TEMPLATE = """\
 {%- for message in messages -%}

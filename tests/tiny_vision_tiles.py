@@ -10,6 +10,8 @@ from tests.tiny_vision_text import (
     INTERN_TEMPLATE,
     LLAMA_SPECIAL,
     LLAMA_TEMPLATE,
+    ONEVISION_SPECIAL,
+    ONEVISION_TEMPLATE,
     tokenizer,
 )
 
@@ -84,3 +86,48 @@ def llama4(folder: Path, seed: int = 0) -> Path:
         eoi_token_index=vocabulary.convert_tokens_to_ids("<|image_end|>"),
     )
     return _save(folder, Llama4ForConditionalGeneration, config, processor, seed)
+
+
+def llava_onevision(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny LLaVA-OneVision with its processor to a folder and return it. Its tiles have four tokens."""
+    from transformers import (
+        LlavaOnevisionConfig,
+        LlavaOnevisionForConditionalGeneration,
+        LlavaOnevisionImageProcessor,
+        LlavaOnevisionProcessor,
+    )
+    from transformers.models.llava_onevision.video_processing_llava_onevision import LlavaOnevisionVideoProcessor
+
+    vocabulary = tokenizer(ONEVISION_SPECIAL)
+    tile, half = 32, [0.5] * 3
+    pinpoints = [[tile * rows, tile * columns] for rows in range(1, 4) for columns in range(1, 4)]
+    processor = LlavaOnevisionProcessor(
+        LlavaOnevisionImageProcessor(
+            size={"height": tile, "width": tile}, image_grid_pinpoints=pinpoints, image_mean=half, image_std=half
+        ),
+        vocabulary,
+        LlavaOnevisionVideoProcessor(size={"height": tile, "width": tile}),
+        num_image_tokens=4,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_3",
+        chat_template=ONEVISION_TEMPLATE,
+    )
+    config = LlavaOnevisionConfig(
+        text_config=_text({"rope_type": "default", "rope_theta": 500.0}) | {"model_type": "qwen2"},
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 56,
+            "patch_size": 14,
+            "image_size": tile,
+            "vision_use_head": False,
+        },
+        image_token_index=vocabulary.convert_tokens_to_ids("<image>"),
+        video_token_index=vocabulary.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=pinpoints,
+        vision_aspect_ratio="anyres_max_3",
+        tie_word_embeddings=False,
+    )
+    return _save(folder, LlavaOnevisionForConditionalGeneration, config, processor, seed)

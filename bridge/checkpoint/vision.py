@@ -23,7 +23,7 @@ FIRST_TENSORS = (
 )
 # In names of modules.
 TOWER_PARTS = "visual.", "vision_tower.", "vision_model.", "audio_tower."
-TOWER_PARTS += "multi_modal_projector.", "mm_projector."
+TOWER_PARTS += "multi_modal_projector.", "mm_projector.", "image_newline"
 
 
 def has_tower(folder: Path, hf_config: HfConfig) -> bool:

@@ -35,6 +35,7 @@ from . import (
     hy_v3,
     llama,
     llama4_text,
+    llava_onevision,
     minimax_m2,
     ministral3,
     mistral,
@@ -74,7 +75,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
         glm4v_text, glm4v_moe_text, qwen3_asr, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
-        deepseek_v32, glm_moe_dsa, nemotron_h, mistral4,
+        deepseek_v32, glm_moe_dsa, nemotron_h, mistral4, llava_onevision,
     )
 )  # fmt: skip
 

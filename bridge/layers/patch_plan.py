@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..mapping.param_mapping import Vision
 from .packed_seqs import to_device
+from .tile_features import TileFeatures
 
 # The squares of patches are padded to a multiple on a GPU. cuBLAS and Transformer Engine search for a kernel for each
 # new shape, and the search takes longer than the kernel.
@@ -45,6 +46,7 @@ class PatchPlan:
     # positions of the patches among the tower's rows.
     row_order: Tensor | None = None  # [frames + patches] int64
     patch_rows: Tensor | None = None  # [patches] int64
+    tile_features: TileFeatures | None = None  # how the features of tiles are put together
     padding: int = 0  # patches at the end that are of no medium, and a block by themselves
 
 
@@ -110,7 +112,7 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_st
     angles = (positions.unsqueeze(2).float() * frequencies).flatten(1).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
     order = patch_order, feature_order, taps, tap_weights, row_order, patch_rows
-    return PatchPlan(cos, sin, full, windows, *order, padding)
+    return PatchPlan(cos, sin, full, windows, *order, padding=padding)
 
 
 def _frequencies(base: float | None, axis_dim: int, device: torch.device, *, alternate: bool) -> Tensor:

@@ -423,6 +423,9 @@ class VisionTower(nn.Module):
             self.merger = Projection(vision, vision.projector, config, device)
         else:
             self.merger = Merger(vision, config, device)
+        if vision.most_tiles:
+            newline = torch.empty(vision.output_size, dtype=config.params_dtype, device=device)
+            self.merger.newline = nn.Parameter(newline)  # behind each row of an image's features
         self.deep_mergers = nn.ModuleList(Merger(vision, config, device, norms_square=True) for _ in vision.deep_layers)
 
     def encode(self, patches: Tensor, plan: PatchPlan) -> list[Tensor]:
@@ -469,4 +472,9 @@ class VisionTower(nn.Module):
         features = torch.stack([merger(x) for merger, x in zip([self.merger, *self.deep_mergers], states, strict=True)])
         if plan.feature_order is not None:
             features = features[:, plan.feature_order]
-        return features[:, : features.shape[1] - plan.padding // self.vision_settings.merge_size**2]
+        features = features[:, : features.shape[1] - plan.padding // self.vision_settings.merge_size**2]
+        if plan.tile_features is None:
+            return features
+        newline = self.merger.newline
+        assert isinstance(newline, Tensor)
+        return plan.tile_features.apply(features[0], newline).unsqueeze(0)

@@ -320,6 +320,11 @@ def _modules_to_save(entries: ParamTable, plan: AdapterPlan, settings: LoraSetti
             supported = "embed_tokens and the head (score)" if has_head else supported
             raise ValueError(f"--modules_to_save {name}: what is trained whole of this model is {supported}")
         for key in keys:
+            if "." not in entries[key].hf[0].removeprefix("model."):
+                raise ValueError(
+                    f"{entries[key].hf[0]} is a parameter of no module, and PEFT saves whole modules: set "
+                    "--freeze_aligner true, --tuner_type lora or --tuner_type full"
+                )
             if key in plan.adapted:
                 raise ValueError(f"--modules_to_save {name} has an adapter as well: leave all-embedding out")
             trained[key] = entries[key]._replace(hf=tuple(PREFIX + hf for hf in entries[key].hf))

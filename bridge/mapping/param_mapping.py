@@ -181,6 +181,9 @@ class Vision(TowerLayers):
     projector: Projector | None = None
     pools_squares: bool = False
     square_mlp_size: int | None = None  # width of both layers of an MLP over each square
+    # The features of an image's tiles are put together, without padding, with a learned one behind each row; they are
+    # reduced to those of so many tiles. See layers/tile_features.py.
+    most_tiles: int | None = None
 
 
 @dataclass(frozen=True)

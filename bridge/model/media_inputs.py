@@ -37,4 +37,5 @@ class MediaInputs:
     local_length: int
     # [levels, features, output_size] on the device: of this rank's media, from an earlier pass; None: to be computed
     features: Tensor | None = None
+    layouts: Tensor | None = None  # [images and videos, 4] int64: of tiles, as of layers/tile_features.py; None: none
     stored: StoredFeatures | None = None  # read by an encoder that has `store`

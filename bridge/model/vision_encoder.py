@@ -13,7 +13,7 @@ after it.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from ..layers.audio_plan import plan_audios
 from ..layers.deepstack import MediaFeatures
 from ..layers.packed_seqs import to_device
 from ..layers.patch_plan import PatchPlan, plan_patches
+from ..layers.tile_features import plan_tile_features
 from ..layers.tower_part import TowerPart
 from ..layers.vision_tower import MERGERS
 from ..mapping.param_mapping import Vision
@@ -58,6 +59,8 @@ class _LocalMedia(NamedTuple):
 
     patches: Tensor  # [patches, channels * frames * side * side], normalized, on the device
     grids: Tensor  # [images and videos, 3]
+    layouts: Tensor  # [images and videos, 4]; zeros: none
+    counts: Tensor  # [images and videos]: features of each
     spectrograms: Tensor  # [frames, mel bins], on the device
     frames: Tensor  # [audios]
 
@@ -308,15 +311,20 @@ class VisionEncoder:
         """Return the media that this rank encodes, as the towers take them. is_used: [media] bool; None: all"""
         is_local, visual = self._is_local(batch), len(batch.grids)
         grids, frames = batch.grids[is_local[:visual]], batch.frames[is_local[visual:]]
+        counts = batch.counts[:visual][is_local[:visual]]
+        layouts = torch.zeros(len(grids), 4, dtype=torch.int64)
+        if batch.layouts is not None:
+            layouts = batch.layouts[is_local[:visual]]
         pixels, spectrograms = (batch.image_pixels, batch.video_pixels), batch.spectrograms
         if is_used is not None and not is_used.all():
             is_seen, is_heard = is_used[: len(grids)], is_used[len(grids) :]
             patches, images = is_seen.repeat_interleave(grids.prod(1)), len(batch.image_pixels)
             pixels = batch.image_pixels[patches[:images]], batch.video_pixels[patches[images:]]
             spectrograms = spectrograms[is_heard.repeat_interleave(frames)]
-            grids, frames = grids[is_seen], frames[is_heard]
+            grids, layouts, counts = grids[is_seen], layouts[is_seen], counts[is_seen]
+            frames = frames[is_heard]
         spectrograms = to_device(spectrograms, runtime.device()).to(self.config.params_dtype)
-        return _LocalMedia(self._normalize(*pixels), grids, spectrograms, frames)
+        return _LocalMedia(self._normalize(*pixels), grids, layouts, counts, spectrograms, frames)
 
     def _backward(self, encoded: _Encoded) -> None:
         features = encoded.passes[-1].features.stop if encoded.passes else 0
@@ -339,7 +347,7 @@ class VisionEncoder:
     def _passes(self, media: _LocalMedia, limit: int) -> list[_Pass]:
         """Divide media into passes of the towers."""
         passes, tower = [], self.part.vision
-        calls = self._calls(media.grids, limit) if tower else []
+        calls = self._calls(media, limit) if tower else []
         for call in calls:
             assert tower is not None
             encode = partial(tower.encode, media.patches[call.patches], call.plan)
@@ -362,18 +370,22 @@ class VisionEncoder:
             first, start, first_feature = first + count, stop, features.stop
         return passes
 
-    def _calls(self, grids: Tensor, limit: int) -> list[_Call]:
-        """Divide images and videos of these grids into calls of the vision tower."""
-        settings = self._vision
+    def _calls(self, media: _LocalMedia, limit: int) -> list[_Call]:
+        """Divide images and videos into calls of the vision tower."""
+        settings, grids, device = self._vision, media.grids, runtime.device()
+        feature_ends = [0, *media.counts.cumsum(0).tolist()]
         ends = grids.prod(1).cumsum(0).tolist()
         calls: list[_Call] = []
-        square, first, start = settings.merge_size**2, 0, 0
+        first, start = 0, 0
         for after in range(1, len(ends) + 1):
             if after < len(ends) and ends[after] - start <= limit:
                 continue
             end = ends[after - 1]
-            plan = plan_patches(grids[first:after], settings, runtime.device())
-            calls.append(_Call(slice(start, end), slice(start // square, end // square), plan))
+            plan = plan_patches(grids[first:after], settings, device)
+            if settings.most_tiles:
+                sizes = grids[first:after], media.layouts[first:after], media.counts[first:after]
+                plan = replace(plan, tile_features=plan_tile_features(*sizes, settings.most_tiles, device))
+            calls.append(_Call(slice(start, end), slice(feature_ends[first], feature_ends[after]), plan))
             first, start = after, end
         return calls
 

@@ -46,7 +46,7 @@ class ImageInputs:
                 ]
             )
         media = [processed[id(image)] for request in requests for image in request.images]
-        return prompts, self.vision.image_inputs([(image.plan.grid, image.patches) for image in media])
+        return prompts, self.vision.image_inputs([(image.plan, image.patches) for image in media])
 
     def _process(self, image: RequestImage) -> _Processed:
         pixels: Any = image.pixels

@@ -65,7 +65,7 @@ def _load(placed: PlacedMedium, vision: VisionProcessor) -> "Image":
     plan, medium = placed.plan, placed.medium
     assert medium is not None
     try:
-        if vision.plan(medium).grid == plan.grid:
+        if vision.plan(medium).is_same(plan):
             return open_image(medium.source, allow_private=vision.allow_private)
     except UnusableRow:
         pass

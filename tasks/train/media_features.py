@@ -53,5 +53,6 @@ def media_inputs(batch: Batch) -> MediaInputs | None:
         rows,
         local_length,
         media.features,
+        media.layouts,
         media.cached and StoredFeatures(media.cached.keys, media.cached.is_read, media.cached.values),
     )

@@ -38,6 +38,8 @@ class MediaBatch(TensorDataclass):
     # rows * local_length tokens.
     context_ranks: Tensor  # [visual tokens] int64
     positions: Tensor  # [visual tokens] int64
+    # Layouts of tiles, as MediaPlan has them, [images and videos, 4] int64; zeros: of a broken image; None: none
+    layouts: Tensor | None = None
     broken_media: int = 0  # media of this rank that cannot be decoded, and are replaced by grey
     cached: CachedFeatures | None = None  # None: there is no cache
     # Of this rank's media, where a step's earlier pass has computed them: [levels, features, size] on the device.

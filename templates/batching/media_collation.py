@@ -10,6 +10,7 @@ import torch
 from ..dataset.placed_media import PlacedMedium
 from ..formats.medium import MediaKind
 from ..formats.schemas import UnusableRow
+from ..media.image_rules import Layout
 from ..media.processor import VisionProcessor
 from .media_batch import CachedFeatures, MediaBatch
 
@@ -68,6 +69,7 @@ class MicroBatchMedia:
         self.broken_samples: set[int] = set()
         self.broken_media = 0
         self._values: dict[MediaKind, list[np.ndarray]] = {kind: [] for kind in KINDS}
+        self._layouts: list[Layout | None] = []  # of images and videos
         self._keys: list[str] = []
         self._features: list[np.ndarray | None] = []  # one per medium that this rank encodes; None: not in the cache
         for (sample, medium), encoder in zip(self.media, self.encoders.tolist(), strict=True):
@@ -76,14 +78,18 @@ class MicroBatchMedia:
     def _read(self, sample: int, placed: PlacedMedium, *, is_encoded: bool) -> None:
         plan, medium = placed.plan, placed.medium
         assert medium is not None
-        values, reason = None, ""
+        values, reason, layout = None, "", None
         try:
-            if self.vision.plan(medium).grid != plan.grid:
+            current = self.vision.plan(medium)
+            layout = current.layout
+            if not current.is_same(plan):
                 reason = "has another size than when the data was prepared"
         except UnusableRow as error:
             reason = str(error)
         if reason:
             self.broken_samples.add(sample)
+        if plan.kind != "audio":
+            self._layouts.append(None if reason else layout)
         if not is_encoded:
             return
         if not reason:
@@ -102,7 +108,7 @@ class MicroBatchMedia:
             self.broken_media += 1
         self._values[plan.kind].append(self.vision.empty_values(plan) if values is None else values)
         if files := self.vision.feature_files:
-            self._keys.append("" if values is None else files.key(plan.grid, values))
+            self._keys.append("" if values is None else files.key((*plan.grid, *(layout or ())), values))
             self._features.append(files.read(self._keys[-1]) if self._keys[-1] else None)
 
     def tokens(self, rows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -127,9 +133,15 @@ class MicroBatchMedia:
             uses=torch.tensor(self._media_of_uses, dtype=torch.int64),
             context_ranks=torch.from_numpy(context_ranks),
             positions=torch.from_numpy(positions),
+            layouts=self._layout_tensor(),
             broken_media=self.broken_media,
             cached=self._cached(),
         )
+
+    def _layout_tensor(self) -> torch.Tensor | None:
+        if not any(self._layouts):
+            return None
+        return torch.tensor([layout or (0, 0, 0, 0) for layout in self._layouts], dtype=torch.int64)
 
     def _cached(self) -> CachedFeatures | None:
         if not self._keys:

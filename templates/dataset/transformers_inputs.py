@@ -31,7 +31,7 @@ def transformers_inputs(
     for plan, patches in media:
         plans[plan.kind].append((plan, patches))
     if images := plans["image"]:
-        inputs |= vision.image_inputs([(plan.grid, patches) for plan, patches in images])
+        inputs |= vision.image_inputs(images)
     if videos := plans["video"]:
         patches = torch.from_numpy(np.concatenate([patches for _, patches in videos]))
         inputs["pixel_values_videos"] = vision.normalize(patches, "video")

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..formats.medium import MediaKind
 
-Processor = Literal["qwen2_vl", "pixtral", "internvl", "kimi_vl", "kimi_k25", "gemma3", "llava", "llama4"]
+Processor = Literal["qwen2_vl", "pixtral", "internvl", "kimi_vl", "kimi_k25", "gemma3", "llava", "llama4", "onevision"]
 
 
 class Placeholder(NamedTuple):
@@ -29,6 +29,7 @@ KIMI_IMAGE = Placeholder("<|media_start|>image<|media_content|>", "<|media_pad|>
 K25_IMAGE = Placeholder("<|media_begin|>image<|media_content|>", "<|media_pad|>", "<|media_end|>")
 GEMMA_IMAGE = Placeholder("\n\n<start_of_image>", "<image_soft_token>", "<end_of_image>\n\n")
 LLAVA_IMAGE = Placeholder("", "<image>", "")
+ONEVISION_IMAGE = Placeholder("", "<image>", "")
 LLAMA_IMAGE = Placeholder("", "<|patch|>", "")
 GLM_IMAGE = Placeholder("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
 
@@ -61,7 +62,8 @@ class VisionFamily:
     image: None: images are not supported
     has_blocks: the visual tokens of an image attend to each other in both directions
     processor: form of the processor: Qwen2-VL's; Pixtral's, which has tokens between the rows of an image; InternVL's,
-    which cuts images into tiles, or Llama 4's, which has tokens between tiles; Kimi-VL's and
+    which cuts images into tiles, or Llama 4's, which has tokens between tiles, or
+    LLaVA-OneVision's, which puts the features of tiles together; Kimi-VL's and
     Kimi-K2.5's, which pad images; Gemma 3's and LLaVA's, whose images have one size, to which LLaVA's crops them
     template_image: text of an image in chat templates, which processors replace by the placeholder; "": it is there
     has_bf16_pixels: pixels are normalized in bfloat16
@@ -99,6 +101,7 @@ GLM = VisionFamily("norm1000", image=GLM_IMAGE, video=None, counts_frames=True, 
 MISTRAL = VisionFamily("norm1000", image=PIXTRAL_IMAGE, video=None, has_axes=False, processor="pixtral")
 INTERN = VisionFamily("norm1000", image=INTERN_IMAGE, video=None, has_axes=False, processor="internvl")
 KIMI = VisionFamily("norm1000", image=KIMI_IMAGE, video=None, has_axes=False, processor="kimi_vl")
+ONEVISION = VisionFamily("norm1000", image=ONEVISION_IMAGE, video=None, has_axes=False, processor="onevision")
 KIMI_K25 = VisionFamily("norm1000", image=K25_IMAGE, video=None, has_axes=False, processor="kimi_k25")
 GEMMA = VisionFamily(
     "norm1000",
@@ -137,6 +140,7 @@ FAMILIES = {
     "gemma3": GEMMA,
     "llava": LLAVA,
     "llama4": LLAMA,
+    "llava_onevision": ONEVISION,
 }
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "merge_kernel_size", "temporal_patch_size", "tokens_per_second"
@@ -145,6 +149,7 @@ AUDIO_SETTINGS = "n_window", "num_mel_bins"
 TOKEN_SETTINGS = (
     *("audio_token_id", "image_token_id", "image_token_index", "media_placeholder_token_id", "video_token_id"),
     *("spatial_merge_size", "downsample_ratio", "mm_tokens_per_image"),
+    *("image_grid_pinpoints", "vision_aspect_ratio"),
 )
 
 

@@ -36,8 +36,12 @@ class FeatureFiles:
 
     folder: Path
 
-    def key(self, grid: tuple[int, int, int], patches: np.ndarray) -> str:
-        """Return the name of a medium's features. patches: uint8 [patches, values], or the spectrogram of an audio"""
+    def key(self, grid: tuple[int, ...], patches: np.ndarray) -> str:
+        """Return the name of a medium's features.
+
+        grid: with the layout of tiles, if there is one
+        patches: uint8 [patches, values], or the spectrogram of an audio
+        """
         checksum = xxh3_128(repr((grid, patches.shape)).encode())
         checksum.update(np.ascontiguousarray(patches))
         return checksum.hexdigest()

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Grid = tuple[int, int, int]  # time, height and width in patches
+# Rows and columns of tiles, and height and width of their features together, without those of padding.
+Layout = tuple[int, int, int, int]
 # (uint8 [frames, channels, height, width], new height, new width) -> the same resized
 Resize = Callable[["Tensor", int, int], "Tensor"]
 
@@ -71,6 +73,14 @@ class ImageRules(ABC):
         """
         return None
 
+    def tokens(self, grid: Grid, size: tuple[int, int], limits: MediaLimits) -> int:
+        """Return the number of visual tokens of an image of this height and width."""
+        return math.prod(grid) // self.merge_size**2
+
+    def layout(self, size: tuple[int, int], limits: MediaLimits) -> Layout | None:
+        """Return how the features of an image's tiles are put together; None: they are not."""
+        return None
+
     def joined(self, grid: Grid, patches: "Tensor") -> "Tensor":
         """Return the pixels of an image, from its patches: fp32 [channels, height, width]."""
         _, height, width = grid
@@ -85,6 +95,10 @@ class ImageRules(ABC):
     @abstractmethod
     def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
         """Return inputs of transformers' model. images: grid and normalized patches of each, fp32 [patches, values]"""
+
+    def size_inputs(self, sizes: "Sequence[tuple[int, int] | None]") -> "dict[str, Tensor]":
+        """Return further inputs of it, given the height and width of each image before resizing; None: unknown."""
+        return {}
 
 
 class NoImages(ImageRules):

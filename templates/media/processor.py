@@ -21,7 +21,7 @@ from ..tokenizer import Tokenizer
 from .audio_processor import AudioProcessor
 from .families import FAMILIES, QWEN_VIDEO
 from .feature_cache import FeatureFiles
-from .image_rules import Grid, grown, smart_resize
+from .image_rules import Grid, Layout, grown, smart_resize
 from .images import image_size, open_image
 from .limits import MediaLimits, requested_values, resolve_limits
 from .processor_files import (
@@ -50,6 +50,17 @@ class MediaPlan(NamedTuple):
     tokens: int
     time_step: int = 1  # between the positions of a video's patches of time
     expansion: np.ndarray | None = None  # int32: ids that replace the placeholder; None: `tokens` placeholders
+    # Of an image, as long as its header was read in this process; stored plans lack them.
+    size: tuple[int, int] | None = None  # height and width before resizing
+    layout: Layout | None = None
+
+    def is_same(self, other: "MediaPlan") -> bool:
+        """Return whether a medium has the same tokens and patches by another plan."""
+        if (self.grid, self.tokens) != (other.grid, other.tokens):
+            return False
+        if self.expansion is None or other.expansion is None:
+            return self.expansion is other.expansion
+        return np.array_equal(self.expansion, other.expansion)
 
     @property
     def length(self) -> int:
@@ -221,22 +232,23 @@ class VisionProcessor:
 
     def plan_image(self, height: int, width: int, limits: MediaLimits) -> MediaPlan:
         """Return the size of an image of this height and width. Raises UnusableRow with the reason."""
-        grid = self._rules.grid(height, width, limits)
-        return MediaPlan(
-            "image", grid, self.tokens(grid), expansion=self._rules.expansion(grid, (height, width), limits)
-        )
+        rules, size = self._rules, (height, width)
+        grid = rules.grid(height, width, limits)
+        tokens, expansion = rules.tokens(grid, size, limits), rules.expansion(grid, size, limits)
+        return MediaPlan("image", grid, tokens, expansion=expansion, size=size, layout=rules.layout(size, limits))
 
     def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
         """Return the arguments of transformers' image processor for these limits of an image."""
         return self._rules.processor_arguments(min_pixels, max_pixels)
 
-    def image_inputs(self, images: "Sequence[tuple[Grid, np.ndarray]]") -> "dict[str, torch.Tensor]":
-        """Return the inputs of transformers' model for some images. images: grid and decoded patches of each"""
+    def image_inputs(self, images: "Sequence[tuple[MediaPlan, np.ndarray]]") -> "dict[str, torch.Tensor]":
+        """Return the inputs of transformers' model for some images. images: plan and decoded patches of each"""
         import torch
 
-        return self._rules.inputs(
-            [(grid, self.normalize(torch.from_numpy(patches), "image")) for grid, patches in images]
+        inputs = self._rules.inputs(
+            [(plan.grid, self.normalize(torch.from_numpy(patches), "image")) for plan, patches in images]
         )
+        return inputs | self._rules.size_inputs([plan.size for plan, _ in images])
 
     def tokens(self, grid: Grid) -> int:
         """Return the number of visual tokens of a grid."""

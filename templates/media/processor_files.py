@@ -18,7 +18,7 @@ from .image_rules import (
     QwenImages,
     SquareImages,
 )
-from .tile_rules import InternImages, LlamaImages, LlamaTokens
+from .tile_rules import InternImages, LlamaImages, LlamaTokens, OneVisionImages
 
 PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 # Names of Pixtral's tokens in processor_config.json, and their default: of a patch, of the ends of a row and an image.
@@ -32,6 +32,7 @@ TILE_TOKENS = {
 # Llama 4's, which its processor has no names for: as in LlamaTokens.
 LLAMA_TOKENS = "<|image_start|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>"
 LLAMA_TOKENS += "<|image|>", "<|image_end|>"
+ONEVISION_RATIO = "anyres_max_9"  # LLaVA-OneVision's default of vision_aspect_ratio
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -136,6 +137,8 @@ def image_rules(folder: Path, family: VisionFamily, processor: Any, tokenizer: T
             return _gemma3_rules(folder, processor)
         case "llama4":
             return _llama4_rules(folder, processor, tokenizer)
+        case "onevision":
+            return _onevision_rules(folder, processor)
         case "llava":
             return _llava_rules(folder, processor)
         case "kimi_vl":
@@ -198,6 +201,37 @@ def _llama4_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> LlamaIm
         )
     tokens = LlamaTokens(*(token_id(tokenizer, token) for token in LLAMA_TOKENS))
     return LlamaImages(processor, tile, patch, round(1 / ratio), tokens)
+
+
+def _onevision_rules(folder: Path, processor: Any) -> OneVisionImages:
+    model, file = read_json(folder / "config.json"), folder / "processor_config.json"
+    config = read_json(file) if file.is_file() else {}
+    vision, pinpoints = model["vision_config"], [tuple(size) for size in processor.image_grid_pinpoints]
+    tile, patch = vision.get("image_size", 224), vision.get("patch_size", 16)
+    tokens, ratio = (tile // patch) ** 2, model.get("vision_aspect_ratio") or ONEVISION_RATIO
+    expected = {
+        "size": (tile, tile),
+        "num_image_tokens": tokens,
+        "vision_aspect_ratio": ratio,
+        "vision_feature_select_strategy": "full",
+        "image_grid_pinpoints": [tuple(size) for size in model.get("image_grid_pinpoints") or pinpoints],
+    }
+    found = {
+        "size": (processor.size["height"], processor.size["width"]),
+        "num_image_tokens": config.get("num_image_tokens", tokens),
+        "vision_aspect_ratio": config.get("vision_aspect_ratio") or ONEVISION_RATIO,
+        "vision_feature_select_strategy": config.get("vision_feature_select_strategy") or "full",
+        "image_grid_pinpoints": pinpoints,
+    }
+    if differing := [name for name, value in expected.items() if found[name] != value]:
+        name = differing[0]
+        raise ValueError(
+            f"{folder}: its processor has {name} {found[name]}, and config.json has {expected[name]}. Copy these files "
+            "from the original checkpoint."
+        )
+    if any(side % tile for size in pinpoints for side in size):
+        raise ValueError(f"{folder}: image_grid_pinpoints has sizes that are not multiples of {tile}: not supported.")
+    return OneVisionImages(pinpoints, tile, patch, int(ratio.rpartition("_")[2]))
 
 
 def _gemma3_rules(folder: Path, processor: Any) -> SquareImages:

@@ -1,4 +1,4 @@
-"""Rules of image processors that cut images into tiles of one size: InternVL's and Llama 4's."""
+"""Rules of image processors that cut images into tiles of one size: InternVL's, Llama 4's and LLaVA-OneVision's."""
 
 import math
 from abc import abstractmethod
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .image_rules import Grid, ImageRules, Resize, check_no_smallest_size, check_ratio
+from ..formats.schemas import UnusableRow
+from .image_rules import Grid, ImageRules, Layout, Resize, check_no_smallest_size, check_ratio
 from .limits import MediaLimits
 
 if TYPE_CHECKING:
@@ -183,3 +184,94 @@ def _rectangles(most: int) -> np.ndarray:
             if tiles % rows == 0:
                 shapes.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
     return np.array([shape for group in shapes.values() for shape in group])
+
+
+class OneVisionImages(ImageRules):
+    """Rules of LLaVA-OneVision's processor. All of an image, in one tile, is before the rectangle of its tiles.
+
+    An image is in the middle of the rectangle, and the features of whole rows or columns of padding are left out; so
+    are pixels at the ends of a tile that are not of a whole patch.
+
+    resolutions: heights and widths of the rectangles. tile: side in pixels. most_tiles: to whose features those of an
+    image are reduced, as of bridge/layers/tile_features.py
+    """
+
+    merge_size = 1
+
+    def __init__(self, resolutions: Sequence[tuple[int, int]], tile: int, patch_size: int, most_tiles: int):
+        self.patch_size, self._resolutions = patch_size, resolutions
+        self.most_pixels = max(map(math.prod, resolutions))
+        self._tile, self._side, self._most_tiles = tile, tile // patch_size, most_tiles
+
+    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        check_ratio(height, width, limits.max_ratio)
+        check_no_smallest_size(limits)
+        if limits.max_pixels < self.most_pixels:
+            raise UnusableRow("it limits pixels, and the model's image_grid_pinpoints decide those of its images")
+        best, most, wasted = self._resolutions[0], 0, math.inf
+        for rectangle in self._resolutions:
+            scale = min(rectangle[1] / width, rectangle[0] / height)
+            pixels = min(int(width * scale) * int(height * scale), height * width)
+            rest = math.prod(rectangle) - pixels
+            if pixels > most or (pixels == most and rest < wasted):
+                best, most, wasted = rectangle, pixels, rest
+        return best
+
+    def grid(self, height: int, width: int, limits: MediaLimits) -> Grid:
+        rectangle = self.resized(height, width, limits)
+        return 1 + math.prod(rectangle) // self._tile**2, self._side, self._side
+
+    def layout(self, size: tuple[int, int], limits: MediaLimits) -> Layout:
+        rows, columns = (length // self._tile for length in self.resized(*size, limits))
+        (height, width), side = size, self._side
+        kept_height, kept_width = rows * side, columns * side
+        if width / height > kept_width / kept_height:
+            kept_height -= (kept_height - int(round(height * (kept_width / width), 7))) // 2 * 2
+        else:
+            kept_width -= (kept_width - int(round(width * (kept_height / height), 7))) // 2 * 2
+        return rows, columns, kept_height, kept_width
+
+    def tokens(self, grid: Grid, size: tuple[int, int], limits: MediaLimits) -> int:
+        _, _, height, width = self.layout(size, limits)
+        ratio = math.sqrt(height * width / (self._most_tiles * self._side**2))
+        if ratio > 1.1:
+            height, width = int(height // ratio), int(width // ratio)
+        return self._side**2 + height * (width + 1)
+
+    def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
+        import torch
+
+        (height, width), tile = pixels.shape[2:], self._tile
+        canvas = self.resized(height, width, limits)
+        row_scale, column_scale = canvas[0] / height, canvas[1] / width
+        if column_scale < row_scale:
+            new_height, new_width = min(math.ceil(height * column_scale), canvas[0]), canvas[1]
+        else:
+            new_height, new_width = canvas[0], min(math.ceil(width * row_scale), canvas[1])
+        bottom, right = canvas[0] - new_height, canvas[1] - new_width
+        padding = right // 2, right - right // 2, bottom // 2, bottom - bottom // 2
+        image = torch.nn.functional.pad(resize(pixels, new_height, new_width), padding)
+        tiles = image[0].unfold(1, tile, tile).unfold(2, tile, tile).permute(1, 2, 0, 3, 4).flatten(0, 1)
+        side = self._side * self.patch_size
+        return torch.cat((resize(pixels, tile, tile), tiles))[:, :, :side, :side]
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        return {}
+
+    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
+        import torch
+
+        most, tile, patch, side = max(grid[0] for grid, _ in images), self._tile, self.patch_size, self._side
+        values = torch.zeros(len(images), most, 3, tile, tile)
+        for number, (grid, patches) in enumerate(images):
+            tiles = patches.view(grid[0], side, side, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
+            values[number, : grid[0], :, : side * patch, : side * patch] = tiles.reshape(
+                grid[0], 3, side * patch, side * patch
+            )
+        return {"pixel_values": values}
+
+    def size_inputs(self, sizes: "Sequence[tuple[int, int] | None]") -> "dict[str, Tensor]":
+        import torch
+
+        assert all(size is not None for size in sizes)
+        return {"image_sizes": torch.tensor(sizes)}

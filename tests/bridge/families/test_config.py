@@ -33,7 +33,7 @@ OUTER = {
     "qwen3_asr": "qwen3_asr",
 }
 # The config of the text model, where the family has the name of the whole one.
-TEXT = {"qwen3_asr": "qwen3"}
+TEXT = {"qwen3_asr": "qwen3", "llava_onevision": "qwen2"}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -293,6 +293,13 @@ def test_unknown_architecture():
         ("InternVL3_5-8B-HF", {}, {"image_size": [448, 224]}, r"image_size \[448, 224\]: only squares"),
         ("Llama-4-Scout-17B-16E-Instruct", {}, {"vision_output_dim": 7680}, "vision_output_dim 7680; .* 4096 only"),
         ("Llama-4-Scout-17B-16E-Instruct", {}, {"pixel_shuffle_ratio": 0.25}, "pixel_shuffle_ratio 0.25; .* 0.5 only"),
+        (
+            "llava-onevision-qwen2-7b-ov-hf",
+            {"vision_aspect_ratio": "pad"},
+            {},
+            "vision_aspect_ratio 'pad': only anyres",
+        ),
+        ("llava-onevision-qwen2-7b-ov-hf", {"vision_feature_layer": -2}, {}, "vision_feature_layer -2; .* -1 only"),
         ("Kimi-K2.5", {}, {"merge_type": "sd2"}, "merge_type 'sd2'; .* 'sd2_tpool' only"),
         ("Kimi-K2.5", {}, {"mm_hidden_size": 1024}, "mm_hidden_size 1024; .* 1152 only"),
         ("Kimi-K2.5", {"projection_layer_norm_eps": 1e-6}, {}, "1e-06 as the epsilon of the projector's norm"),

@@ -210,6 +210,8 @@ WITH_TOWER = [
 # Whose text models transformers makes within a vision-language model only.
 VISION_LANGUAGE = [name for name, model in MODELS.items() if re.search("_vl_|glm4v", model.family)]
 
+TEXT = {"llava_onevision": "qwen2"}  # text models of families with the name of the whole one
+
 
 def text_class(config: Any) -> Any:
     """transformers' class: Mistral 4's is in no list of language models."""
@@ -225,13 +227,14 @@ def test_names_and_shapes_and_ropes_are_those_of_transformers(name):
     config = cut(MODELS[name].config)
     family = family_of(config)
     about = family.describe(config)
-    text = config.get("text_config", config) | {"model_type": family.name}
+    name = TEXT.get(family.name, family.name)
+    text = config.get("text_config", config) | {"model_type": name}
     if family.name == "llama4_text":
         text["attn_temperature_tuning"] = bool(text["attn_temperature_tuning"])  # transformers 5 asks for a bool
     if "rotary_dim" in text:
         text["partial_rotary_factor"] = text["rotary_dim"] / text["head_dim"]  # transformers does not know the first
     text.pop("auto_map", None)
-    theirs = CONFIG_MAPPING[family.name].from_dict(text)
+    theirs = CONFIG_MAPPING[name].from_dict(text)
     with torch.device("meta"):
         model: Any = text_class(theirs)(theirs)
     state = model.state_dict()
@@ -271,7 +274,8 @@ def is_of_tower(name: str) -> bool:
     return any(part in name for part in TOWER_PARTS)
 
 
-UNUSED = {"llava": r"encoder\.layers\.23\.|post_layernorm"}  # the tower's last layer and the norm behind it
+# The tower's last layer and the norm behind it, or that norm.
+UNUSED = {"llava": r"encoder\.layers\.23\.|post_layernorm", "llava_onevision": "post_layernorm"}
 
 
 def vision_language_model(config: dict[str, Any]) -> Any:
@@ -322,6 +326,7 @@ def test_towers_are_those_of_transformers(name):
         ("InternVL3_5-8B-HF", 8528318464),
         ("Kimi-VL-A3B-Instruct", 16407656048),
         ("llava-1.5-7b-hf", 7063427072 - 12598272),  # but for the last layer and norm of its tower, which are not used
+        ("llava-onevision-qwen2-7b-ov-hf", 8030348832 - 2304),  # but for the norm behind its tower, which is not used
         ("gemma-3-4b-it", 4300079472),
         ("gemma-3-27b-it", 27432406640),
         ("Llama-4-Scout-17B-16E-Instruct", 108641793536),

@@ -243,6 +243,22 @@ def llava() -> Any:
     )  # fmt: skip
 
 
+# LLaVA-OneVision: tiles of 2 x 2 patches, and images whose features are reduced to those of one tile.
+SIDE = 2
+VISION_ANYRES = VISION_SIGLIP | {"image_size": 4 * SIDE + 2, "model_type": "siglip_vision_model"}
+
+
+def llava_onevision() -> Any:
+    from transformers import LlavaOnevisionConfig
+
+    tile = VISION_ANYRES["image_size"]
+    return LlavaOnevisionConfig(
+        text_config=TEXT | {"model_type": "qwen2", "rope_parameters": ROPE}, vision_config=VISION_ANYRES,
+        image_token_index=IMAGE, video_token_index=VIDEO, vision_aspect_ratio="anyres_max_1",
+        image_grid_pinpoints=[[tile * rows, tile * columns] for rows in (1, 2) for columns in (1, 2, 3)],
+    )  # fmt: skip
+
+
 # Llama 4: tiles of four squares, each with a class token and a rope; the tower ends with an MLP over squares.
 VISION_LLAMA = {
     "hidden_size": 24, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
@@ -279,6 +295,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llava": llava,
     "llama4": llama4,
     "kimi_k25": kimi_k25,
+    "llava_onevision": llava_onevision,
 }
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -21,7 +21,7 @@ from tests.bridge.families.reference import (
     gradient,
     routing_margins,
 )
-from tests.bridge.vision import AUDIO, BREAK, CROP, END, FAMILIES, IMAGE, START, TILE, VIDEO
+from tests.bridge.vision import AUDIO, BREAK, CROP, END, FAMILIES, IMAGE, SIDE, START, TILE, VIDEO, VISION_ANYRES
 from tests.kimi_vl import KimiVLForConditionalGeneration
 from tests.tiny_vision import mean_of
 
@@ -48,6 +48,9 @@ class MediaDocument:
     spectrograms: list[Tensor] = field(default_factory=list)  # fp32 [frames, bins] of audios
     has_blocks: bool = False  # tokens of an image attend to each other in both directions
     merge: int = MERGE  # side of a token in patches
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # heights and widths in pixels, where these count
+    layouts: list[tuple[int, int, int, int]] = field(default_factory=list)  # of tiles
+    counts: list[int] = field(default_factory=list)  # tokens of each image, where the grid does not tell
 
 
 def documents(model: Any) -> list[list[MediaDocument]]:
@@ -96,21 +99,30 @@ def form(model: Any) -> str:
     whose tokens have positions on axes (empty).
     """
     forms = {"llava": "crops", "mistral3": "rows", "internvl": "tiles", "gemma3": "images", "kimi_vl": "patches"}
-    forms |= {"llama4": "tiles", "kimi_k25": "patches"}
+    forms |= {"llama4": "tiles", "kimi_k25": "patches", "llava_onevision": "anyres"}
     return forms.get(model.config.model_type, "")
 
 
 def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str) -> MediaDocument:
     """A document whose videos are images of as many patches, or about as many tiles."""
     ids: list[int] = []
-    merge = 1 if form == "crops" else MERGE
+    merge = 1 if form in ("crops", "anyres") else MERGE
     document = MediaDocument(np.empty(0), np.empty(0), None, [], [], [], has_blocks=form == "images", merge=merge)
     for part in parts:
         if isinstance(part, int):
             ids += rng.integers(3, 240, part).tolist()
             continue
         time, height, width = 1, part[1], part[0] * part[2]
-        if form == "crops":
+        if form == "anyres":
+            size = 5 * height, 3 * width + 1
+            rows, columns, kept_height, kept_width = layout = anyres_layout(size, SIDE, VISION_ANYRES["image_size"])
+            new_height, new_width = reduced_size(kept_height, kept_width, SIDE, 1)
+            time, height, width = 1 + rows * columns, SIDE, SIDE
+            document.sizes.append(size)
+            document.layouts.append(layout)
+            document.counts.append(SIDE**2 + new_height * (new_width + 1))
+            ids += [START, *[IMAGE] * document.counts[-1], END]
+        elif form == "crops":
             time, height, width = 1, CROP, CROP
             ids += [IMAGE] * CROP**2
         elif form in ("tiles", "images"):
@@ -140,6 +152,12 @@ def model_inputs(document: MediaDocument, form: str) -> dict[str, Tensor]:
         images += squares.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(time, CHANNELS, height * PATCH, width * PATCH)
     if form in ("tiles", "images", "crops"):
         return {"pixel_values": torch.stack(images)}
+    if form == "anyres":
+        images = [F.pad(image, (0, 2, 0, 2)) for image in images]  # which the tower does not see
+        tiles = torch.stack(images).split([grid[0] for grid in document.grids])
+        most = max(map(len, tiles))
+        padded = [F.pad(part, (0, 0, 0, 0, 0, 0, 0, most - len(part))) for part in tiles]
+        return {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor(document.sizes)}
     if form == "patches":
         patches = [image.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH) for image in images]
         values = torch.cat([part.permute(1, 2, 0, 3, 4).flatten(0, 1) for part in patches])
@@ -148,6 +166,21 @@ def model_inputs(document: MediaDocument, form: str) -> dict[str, Tensor]:
     longest, widest = sizes.amax(0).tolist()
     padded = [F.pad(image, (0, widest - image.shape[2], 0, longest - image.shape[1])) for image in images]
     return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
+
+
+def anyres_layout(size: tuple[int, int], side: int, tile: int, most: int = 3) -> tuple[int, int, int, int]:
+    """Return rows and columns of tiles, and the height and width of the features without padding."""
+    from transformers.models.llava_onevision.modeling_llava_onevision import get_anyres_image_grid_shape, unpad_image
+
+    pinpoints = [[tile * rows, tile * columns] for rows in range(1, most) for columns in range(1, most + 1)]
+    rows, columns = get_anyres_image_grid_shape(size, pinpoints, tile)
+    return rows, columns, *unpad_image(torch.zeros(1, rows * side, columns * side), size).shape[1:]  # type: ignore
+
+
+def reduced_size(height: int, width: int, side: int, most_tiles: int) -> tuple[int, int]:
+    """Return the height and width of features that transformers reduces to about those of some tiles."""
+    ratio = (height * width / (most_tiles * side**2)) ** 0.5
+    return (int(height // ratio), int(width // ratio)) if ratio > 1.1 else (height, width)
 
 
 def _splits_frames(model: Any) -> bool:
@@ -166,7 +199,7 @@ def _grids(document: MediaDocument) -> dict[str, Tensor | None]:
 def visual_tokens(document: MediaDocument) -> list[np.ndarray]:
     """The positions of the tokens of each image or video."""
     visual = np.flatnonzero((document.ids == IMAGE) | (document.ids == VIDEO))
-    counts = [int(np.prod(grid)) // document.merge**2 for grid in document.grids]
+    counts = document.counts or [int(np.prod(grid)) // document.merge**2 for grid in document.grids]
     return np.split(visual, np.cumsum(counts)[:-1]) if counts else []
 
 
@@ -252,8 +285,9 @@ def make(folder: Path, family: str) -> None:
     _write(folder / "fp32", _as_on_the_hub(load_file(folder / "fp32" / "model.safetensors"), family))
     (loss / count).backward()
     rename = getattr(model, "by_names_in_files", partial(_by_names_in_files, model))
-    # LLaVA's last layer is not used.
-    used = {name: p for name, p in model.named_parameters() if p.grad is not None or form(model) != "crops"}
+    # The last layer of LLaVA's tower, or the norm behind it, is not used.
+    has_unused = form(model) in ("crops", "anyres")
+    used = {name: p for name, p in model.named_parameters() if p.grad is not None or not has_unused}
     gradients = rename({name: gradient(p) for name, p in used.items()})
     gradients = _as_on_the_hub(gradients, family)
     torch.save({"log_probs": log_probs, "gradients": gradients, "packs": packs}, folder / "reference.pt")

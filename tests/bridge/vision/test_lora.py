@@ -7,7 +7,7 @@ import pytest
 import torch
 from megaswift.bridge.layers.vision_tower import VISION_MODULES
 
-from tests.bridge.vision import LAYOUTS
+from tests.bridge.vision import FAMILIES, LAYOUTS
 from tests.torchrun import torchrun
 
 ALL = {"freeze_vit": False, "freeze_aligner": False}
@@ -46,6 +46,7 @@ CASES = {
         {"vision": {}, "whole": [f"vision.{module}" for module in (*CLASS_TOKEN_MODULES, "embedding_norm")]},
         "TP2 SP",
     ),
+    "features put together": ("llava_onevision", {"vision": ALL}, "CP2"),
     "beside MoonViT": ("kimi_k25", {"vision": {}}, "TP2 SP EP2"),
     "MLP of squares": ("llama4", {"vision": ALL}, "TP2 SP"),
     "whole tower with an MLP of squares": (
@@ -67,6 +68,7 @@ LONG = "projector", "whole projector", "tower with class tokens", "pooled square
 LONG += (
     "whole tower with a norm of embeddings",
     "beside MoonViT",
+    "features put together",
     "MLP of squares",
     "whole tower with an MLP of squares",
 )
@@ -94,3 +96,20 @@ def test_peft_gives_the_same_loss(case, tmp_path_factory):
     assert abs(after - before) > 1e-3
     assert math.isclose(trained, after, rel_tol=1e-5)
     assert math.isclose(loaded, after, rel_tol=1e-5)
+
+
+def test_a_parameter_of_no_module_is_not_trained_whole() -> None:
+    """LLaVA-OneVision's `image_newline`."""
+    from megaswift.bridge.families import family_of
+    from megaswift.bridge.lora.adapter_mapping import plan_adapters
+    from megaswift.bridge.lora.settings import LoraSettings
+    from megaswift.bridge.mapping.param_mapping import expand_mappings
+    from megaswift.bridge.options import LoraOptions
+
+    config = FAMILIES["llava_onevision"]().to_dict()
+    config |= {"architectures": ["LlavaOnevisionForConditionalGeneration"]}
+    family = family_of(config)
+    about = family.describe(config, vision=True)
+    settings = LoraSettings.from_options(LoraOptions(modules_to_save=("vision.merger",)))
+    with pytest.raises(ValueError, match="image_newline is a parameter of no module"):
+        plan_adapters(expand_mappings(family, config, about), settings, about)

@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
 }
 
 
@@ -83,7 +84,7 @@ def test_features_and_gradients_are_those_of_transformers(family: str) -> None:
         assert (parameter.grad - expected).norm() < 5e-6 * expected.norm(), name
 
 
-@pytest.mark.parametrize("family", ["mistral3", "internvl_qwen3", "kimi_vl", "gemma3", "llava", "llama4"])
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_flops_are_those_that_torch_counts(family: str) -> None:
     """But for class tokens, which are left out: one beside 1,024 patches."""
     from megaswift.tasks.observability.flops import VisionFlops

@@ -30,6 +30,7 @@ from megaswift.bridge.layers import packed_seqs
 from megaswift.bridge.layers.audio_plan import AudioPlan, plan_audios
 from megaswift.bridge.layers.deepstack import MediaFeatures
 from megaswift.bridge.layers.patch_plan import Blocks, PatchPlan, plan_patches
+from megaswift.bridge.layers.tile_features import plan_tile_features
 from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import build_model, enable_grads_through_frozen
 from megaswift.bridge.model.model import Model
@@ -70,6 +71,7 @@ class _Medium(NamedTuple):
     size: Any  # grid, or number of frames
     values: Tensor  # pixels or spectrogram
     tokens: np.ndarray  # positions in rows * PACK
+    layout: tuple[int, int, int, int] | None = None
 
 
 def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_tokens: float, *, packed: bool) -> Batch:
@@ -98,8 +100,10 @@ def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_token
             positions[:, row, start : start + len(document.ids)] = document.positions
         has_videos = document.positions is not None  # a grid of several frames is otherwise one of tiles
         first = row * PACK + start
-        for grid, pixels, places in zip(document.grids, document.pixels, visual_tokens(document), strict=True):
-            media.append(_Medium(int(has_videos and grid[0] > 1), grid, pixels, first + places))
+        layouts = document.layouts or [None] * len(document.grids)
+        visual = zip(document.grids, document.pixels, visual_tokens(document), layouts, strict=True)
+        for grid, pixels, places, layout in visual:
+            media.append(_Medium(int(has_videos and grid[0] > 1), grid, pixels, first + places, layout))
         for spectrogram, places in zip(document.spectrograms, audio_tokens(document), strict=True):
             media.append(_Medium(2, len(spectrogram), spectrogram, first + places))
     mine = by_rank[parallel_state.get_context_parallel_rank()]
@@ -136,6 +140,7 @@ def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_token
             image_pixels=values[0],
             video_pixels=values[1],
             spectrograms=values[2],
+            layouts=torch.tensor([medium.layout for medium in media]) if media[0].layout else None,
             uses=torch.arange(len(media)),
             context_ranks=torch.from_numpy(context_ranks[columns]),
             positions=torch.from_numpy(rows * mine.tokens.shape[1] + local[columns]),
@@ -305,6 +310,17 @@ def _join_blocks(plan: PatchPlan) -> PatchPlan:
     return replace(plan, full=Blocks([sum(plan.full.lengths)], plan.full.cu_seqlens[[0, -1]]))
 
 
+def _shift_tile_features(model: Model) -> Any:
+    """Features of images in the next place."""
+
+    def changed(*arguments: Any) -> Any:
+        plan = plan_tile_features(*arguments)
+        weights = plan.weights if plan.weights is None else plan.weights.roll(1, 0)
+        return replace(plan, taps=plan.taps.roll(1, 0), weights=weights)
+
+    return mock.patch("megaswift.bridge.model.vision_encoder.plan_tile_features", changed)
+
+
 def _move_class_tokens(plan: PatchPlan) -> PatchPlan:
     """Class tokens at the place of the first patch, in the tower's rope."""
     assert plan.row_order is not None
@@ -360,6 +376,7 @@ FAULTS: dict[str, Any] = {
     "position embeddings of the next row": _patch_plan(lambda plan: replace(plan, taps=plan.taps.roll(1, 0))),
     "causal images": _change_blocks(lambda blocks: ()),
     "images end a token early": _change_blocks(lambda blocks: [(row, low, high - 1) for row, low, high in blocks]),
+    "features of tiles in the next place": _shift_tile_features,
     "class tokens at the first patch": _patch_plan(_move_class_tokens),
     "one block for all images": _patch_plan(_join_blocks),
 }

@@ -46,6 +46,7 @@ def place(tmp_path_factory) -> Path:
     tiny_vision.llava(place / "llava")
     tiny_vision.llama4(place / "llama4")
     tiny_vision.kimi_k25(place / "kimi_k25")
+    tiny_vision.llava_onevision(place / "llava_onevision")
     for number in range(9):
         tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place / f"{number}.png")
     write(place / "train.jsonl", [row(number) for number in range(STEPS * BATCH)])
@@ -105,6 +106,8 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
         turn, end_token = "<start_of_turn>model\n", "<end_of_turn>"
     elif model_folder == "llama4":
         turn, end_token = "<|header_start|>assistant<|header_end|>\n\n", "<|eot|>"
+    elif model_folder == "llava_onevision":
+        turn, end_token = "<|im_start|>assistant ", None
     elif model_folder == "llava":  # its turns end without a token
         turn, end_token = "ASSISTANT:", None
     header = processor.tokenizer(turn, add_special_tokens=False)["input_ids"]
@@ -127,6 +130,8 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
             ids = inputs["input_ids"][0].tolist()
             start = max(i for i in range(len(ids)) if ids[i : i + len(header)] == header) + len(header)
             end = max(i for i, token in enumerate(ids) if token == end_id) + 1 if end_token else len(ids)
+            if model_folder == "llava_onevision":  # whose template marks an answer without the token behind it
+                end -= 1
             log_probs = model(**inputs).logits[0].log_softmax(-1)
             losses.append(-log_probs[start - 1 : end - 1].gather(1, torch.tensor(ids[start:end])[:, None]).sum())
             count += end - start
@@ -139,7 +144,19 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
     return found, dict(model.named_parameters())
 
 
-FURTHER = "qwen2_5", "qwen3_5", "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4", "kimi_k25"
+FURTHER = (
+    "qwen2_5",
+    "qwen3_5",
+    "glm4v",
+    "mistral3",
+    "internvl",
+    "kimi_vl",
+    "gemma3",
+    "llava",
+    "llama4",
+    "kimi_k25",
+    "llava_onevision",
+)
 
 
 @pytest.mark.parametrize("model", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)])

@@ -105,6 +105,13 @@ def test_limits_of_separated_tiles(checkpoint, max_pixels, tiles) -> None:
     assert (plan.grid, plan.tokens, plan.length) == ((tiles, 4, 4), 4 * tiles, 4 * tiles + separators + 3)
 
 
+def test_limits_of_images_that_the_model_decides(checkpoint) -> None:
+    vision = checkpoint("llava_onevision").vision()
+    assert vision.plan(Medium("image", picture(30, 90))).grid == (4, 2, 2)  # three tiles, and one of all
+    with pytest.raises(UnusableRow, match="it limits pixels, and the model's image_grid_pinpoints decide"):
+        vision.plan(Medium("image", LARGE, {"max_pixels": 9 * 32 * 32 - 1}))
+
+
 def test_models_without_a_smallest_size(checkpoint, monkeypatch) -> None:
     vision = checkpoint("mistral3").vision()
     assert vision.plan(Medium("image", picture(20, 20))).grid == (1, 2, 2)

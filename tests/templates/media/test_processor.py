@@ -22,11 +22,12 @@ FAMILIES = (
     "kimi_vl",
     "gemma3",
     "llama4",
-    "kimi_k25",
+    "llava_onevision",
+    pytest.param("kimi_k25", marks=pytest.mark.long),
     pytest.param("llava", marks=pytest.mark.long),
     pytest.param("qwen3_5", marks=pytest.mark.long),
 )
-IMAGES_ONLY = "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4", "kimi_k25"
+IMAGES_ONLY = "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4", "kimi_k25", "llava_onevision"
 ROWS = 200
 WORDS = ["what", "colour", "is", "the", "shape", "a", "red", "circle", "blue", "square", "sky", "picture"]
 
@@ -121,6 +122,10 @@ def pixels_of(expected: dict, kind: str) -> torch.Tensor | None:
     values = expected.get("pixel_values" if kind == "image" else "pixel_values_videos")
     if values is None or values.dim() == 2:
         return values
+    if values.dim() == 5:  # tiles of LLaVA-OneVision, behind which are those of padding
+        values = torch.cat([image[: grid[0]] for image, grid in zip(values, grids_of(expected), strict=True)])
+        patches = values[..., :28, :28].unfold(2, 14, 14).unfold(3, 14, 14)
+        return patches.permute(0, 2, 3, 1, 4, 5).flatten(0, 2).flatten(1)
     if "image_grid_hws" in expected or values.shape[-1] == 14:  # patches of the Kimi models, row by row
         return torch.cat([squares_of(image, *grid[1:]) for image, grid in split_images(expected)])
     patches = []
@@ -148,9 +153,20 @@ def squares_of(patches: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return patches[order].flatten(1)
 
 
+def tiles_of(height: int, width: int) -> tuple[int, int]:
+    """Return the rows and columns of tiles of an image of tests/tiny_vision_tiles.py's LLaVA-OneVision."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    pinpoints = [[32 * rows, 32 * columns] for rows in range(1, 4) for columns in range(1, 4)]
+    best = select_best_resolution((height, width), pinpoints)
+    return best[0] // 32, best[1] // 32
+
+
 def grids_of(expected: dict) -> list[list[int]]:
     if "image_grid_hws" in expected:
         return [[1, *size] for size in expected["image_grid_hws"].tolist()]
+    if "batch_num_images" in expected:
+        return [[1 + math.prod(tiles_of(*size)), 2, 2] for size in expected["image_sizes"].tolist()]
     if "image_sizes" in expected:
         return [[1, height // 14, width // 14] for height, width in expected["image_sizes"].tolist()]
     if "tiles" in expected:

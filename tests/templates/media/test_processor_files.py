@@ -37,6 +37,20 @@ def test_tiles_of_another_size(tmp_path: Path) -> None:
         opened(folder, "config.json", vision_config=vision | {"image_size": 28})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("vision_aspect_ratio", "anyres_max_4", "vision_aspect_ratio anyres_max_3, and config.json has anyres_max_4"),
+        ("image_grid_pinpoints", [[32, 64]], r"image_grid_pinpoints \[.*, and config.json has \[\(32, 64\)\]"),
+    ],
+)
+def test_tokens_of_other_settings(name: str, value: Any, said: str, tmp_path: Path) -> None:
+    folder = tiny_vision.FAMILIES["llava_onevision"](tmp_path)
+    assert opened(folder, "config.json")
+    with pytest.raises(ValueError, match=said):
+        opened(folder, "config.json", **{name: value})
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_settings_of_the_code_of_checkpoints(name: str, tmp_path: Path) -> None:
     """transformers' processor does not read them: those that differ from its own are refused."""

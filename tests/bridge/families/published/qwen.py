@@ -221,6 +221,36 @@ QWEN3_30B_A3B = _qwen3(2048, 6144, 48, 32, 4) | {
     "router_aux_loss_coef": 0.001,
 }
 
+LLAVA_ONEVISION_7B = {
+    "architectures": ["LlavaOnevisionForConditionalGeneration"],
+    "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
+    "image_token_index": 151646,
+    "model_type": "llava_onevision",
+    "projector_hidden_act": "gelu",
+    "text_config": QWEN_2_5_7B,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "video_token_index": 151647,
+    "vision_aspect_ratio": "anyres_max_9",
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 384,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 26,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
+ONEVISION_TENSORS = (
+    "vision_tower.vision_model.post_layernorm.bias",
+    "multi_modal_projector.linear_1.bias",
+    "image_newline",
+)
+
 MODELS = {
     "Qwen2.5-7B-Instruct": Published("qwen2", "7615616512", QWEN_2_5_7B),
     "Qwen2.5-0.5B": Published(
@@ -265,6 +295,7 @@ MODELS = {
     ),
     "Qwen3-0.6B": Published("qwen3", "596049920", _qwen3(1024, 3072, 28, 16, 8, tied=True), HEAD),
     "Qwen3-8B": Published("qwen3", "8190735360", _qwen3(4096, 12288, 36, 32, 8)),
+    "llava-onevision-qwen2-7b-ov-hf": Published("llava_onevision", "7615616512", LLAVA_ONEVISION_7B, ONEVISION_TENSORS),
     "InternVL3_5-8B-HF": Published("qwen3", "8190735360", INTERNVL3_5_8B, INTERNVIT_TENSORS),
     "Qwen3-8B-FP8": Published("qwen3", "8190735360", _qwen3(4096, 12288, 36, 32, 8, quantization_config=FP8)),
     "DeepSeek-R1-0528-Qwen3-8B": Published(
