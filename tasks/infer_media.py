@@ -19,7 +19,7 @@ from ..templates.formats.media_rows import open_tags, to_media_conversation
 from ..templates.formats.medium import KINDS, Medium, to_tags
 from ..templates.formats.schemas import UnusableRow
 from ..templates.json_types import Json, JsonObject
-from ..templates.media.families import FAMILIES
+from ..templates.media.families import FAMILIES, check_answers
 from ..templates.media.images import open_image
 from ..templates.media.processor import VisionProcessor
 from ..templates.options import MediaOptions
@@ -40,10 +40,14 @@ class EncodedPrompt:
 
 
 def open_vision(folder: Path, options: MediaOptions) -> VisionProcessor | None:
-    """Return the processor of media in `folder`; None without its files, and for other families."""
+    """Return the processor of media in `folder`; None without its files, and for other families.
+
+    Raises ValueError for an Omni model.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
         return None
+    check_answers(config["model_type"])
     return VisionProcessor.open(folder, load_tokenizer(folder), options)
 
 

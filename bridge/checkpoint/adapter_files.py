@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from ..families.sequence_classification import SCORE
+from ..families.thinker import SPEECH, THINKER_PREFIX
 from ..lora.adapter_mapping import FUSED_EXPERTS, PREFIX, adapted_modules
 from ..lora.attach import Lora
 from ..lora.settings import FUSED, LoraSettings
@@ -169,9 +170,12 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfi
         if entry.hf[0].endswith(".weight") and not key.name.startswith(TOWERS)
     }
     saved |= {match[0] for entry in plan.modules_to_save.values() if (match := TOWER_MODULE.search(entry.hf[0]))}
-    # A tower shares module names with the language model.
-    has_language_model = any("language_model." in name for name in plan.modules)
-    has_tower = any(key.name.startswith(TOWERS) for key in plan.adapted)
+    # Towers, and the models that speak, share module names with the language model.
+    is_thinker = any(name.startswith(THINKER_PREFIX) for name in plan.modules)
+    excluded = SPEECH if is_thinker else ""
+    if is_thinker or any("language_model." in name for name in plan.modules):
+        has_tower = any(key.name.startswith(TOWERS) for key in plan.adapted)
+        excluded = excluded if has_tower else architecture.passthrough
     config = LoraConfig(
         base_model_name_or_path=base,
         task_type="CAUSAL_LM" if architecture.num_labels is None else "SEQ_CLS",
@@ -183,9 +187,7 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfi
         use_rslora=rslora,
         use_dora=settings.dora,
         target_modules=[],
-        exclude_modules=rf"({architecture.passthrough}).*"
-        if has_language_model and architecture.passthrough and not has_tower
-        else None,
+        exclude_modules=rf"({excluded}).*" if excluded else None,
         target_parameters=parameters or None,
         rank_pattern={pattern: times * settings.rank for pattern, times in fused.items()},
         alpha_pattern={pattern: times * alpha for pattern, times in fused.items()},

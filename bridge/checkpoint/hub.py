@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..families.thinker import lift_thinker
 from ..mapping.param_mapping import HfConfig
 from ..option_groups import flag_value
 from ..options import ModelOptions
@@ -18,9 +19,10 @@ MAX_TRUSTED_LAYERS = 1000
 LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM's tracker file: names the checkpoint's subfolder
 MCORE_FILES = LATEST, ".metadata", "metadata.json"  # files of a megatron-core checkpoint
 
-# Weights in other formats (consolidated: a copy in Mistral's format), and files that are not part of a model.
-_IGNORED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx", "consolidated*.safetensors"]
-_IGNORED += ["original/*", "figures/*"]
+# Weights in other formats (consolidated: a copy in Mistral's format), and files that are not part of a model. Patterns
+# have no exceptions: those of .pt leave out spk_dict.pt, the voices of Qwen2.5-Omni.
+_IGNORED = ["*.bin", "*[!t].pt", "*[!c]t.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
+_IGNORED += ["consolidated*.safetensors", "original/*", "figures/*"]
 _COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 _COUNTS += ("head_dim", "vocab_size", "max_position_embeddings")
 
@@ -194,7 +196,7 @@ def _check_format(path: Path) -> None:
 
 
 def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
-    """Return the raw config.json of a checkpoint folder. mcore: the folder is `--mcore_model`.
+    """Return the raw config.json of a checkpoint folder, a thinker's lifted. mcore: the folder is `--mcore_model`.
 
     Raises FileNotFoundError or ValueError with a fix.
     """
@@ -218,6 +220,7 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
         raise ValueError(f"{path} is not valid JSON ({error}): copy it again from the original checkpoint") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply: copy it again from the original checkpoint") from None
+    config = lift_thinker(config)
     if fault := _find_fault(config):
         raise ValueError(f"{path} {fault}. Fix it, or use the file of the original checkpoint")
     layers = (config.get("text_config") or config).get("num_hidden_layers") or 0

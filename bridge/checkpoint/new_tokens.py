@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..families.thinker import SPEECH, THINKER
 from .pretrained import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ def with_tokens(folder: Path, tokens: list[str], cache: Path) -> Path:
 def _write(staged: Path, folder: Path, files: list[Path], tokenizer: Any, known: int) -> None:
     tokenizer.save_pretrained(staged)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text_config = config if "vocab_size" in config else config["text_config"]
+    outer = config.get(THINKER) or config
+    text_config = outer if "vocab_size" in outer else outer["text_config"]
     size = text_config["vocab_size"]
     needs_rows = len(tokenizer) > size
     new_size = math.ceil(len(tokenizer) / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE if needs_rows else size
@@ -105,6 +107,7 @@ def _grow_file(file: Path, target: Path, size: int, new_size: int, known: int) -
 
     with safe_open(file, "pt") as weights:
         names = [name for name in weights.keys() if VOCABULARY_TENSOR.search(name)]  # noqa: SIM118
+        names = [name for name in names if not re.match(SPEECH, name)]
         if not names:
             return False
         tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118

@@ -8,10 +8,12 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..families import family_of
+from ..families.thinker import lift_thinker
 from ..mapping.param_mapping import Architecture, HfConfig
 from .hub import has_weights, no_weights_message, read_config
 
@@ -76,9 +78,12 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
     config = load_config(folder, flag=flag)
     name = f"AutoModelFor{kind}" if kind else "AutoModel"
     auto = _causal_class(config) if kind == "CausalLM" else getattr(transformers, name)
+    load = auto.from_pretrained
+    if hasattr(config, "thinker_config"):  # Qwen2.5-Omni's own method expects no report
+        load = partial(transformers.PreTrainedModel.from_pretrained.__func__, auto._model_mapping[type(config)])
     try:
         with _quiet():
-            model, report = auto.from_pretrained(
+            model, report = load(
                 folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **settings, **_NO_CODE
             )
     except Exception as error:  # transformers and its quantizers raise many types
@@ -151,6 +156,7 @@ def _causal_class(config: Any) -> Any:
 def _has_tower(hf_config: HfConfig) -> bool:
     """Return whether a family here has the vision tower of a model."""
     try:
+        hf_config = lift_thinker(hf_config)
         return family_of(hf_config).has_tower(hf_config)
     except ValueError:
         return False

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 
 from .. import runtime
+from ..families.thinker import lower_thinker
 from ..lora.merge import merge_functions
 from ..mapping.local_params import collect_params, local_experts, shard_group, shard_position
 from ..mapping.param_mapping import (
@@ -40,6 +41,7 @@ from .safetensors_io import TensorSpec, finish_shards, sync, tensor_names
 from .writer import RankReport, ShardWriter, StagedFolder
 
 # Files copied from the source: settings, tokenizers, templates, code, licences. No weights, no records of a run.
+COPIED_NAMES = "LICENSE", "NOTICE", "spk_dict.pt"  # beginnings; the last has the voices of Qwen2.5-Omni
 COPIED_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 NOT_COPIED = {
     "config.json", "args.json", "manifest.json", "conversion.json", "trainer_state.json",
@@ -406,6 +408,7 @@ def _write_config(
         config["text_config"].pop("quantization_config", None)
     if quantization:
         config["quantization_config"] = quantization
+    config = lower_thinker(config)
     original = (source / "config.json").read_text(encoding="utf-8")
     is_unchanged = json.loads(original) == config
     with (destination / "config.json").open("w", encoding="utf-8") as stream:
@@ -435,5 +438,5 @@ def _copy_small_files(source: Path, destination: Path) -> None:
 def _is_copied(file: Path) -> bool:
     if file.name in NOT_COPIED or file.name.endswith(".index.json"):
         return False
-    is_kept = file.suffix in COPIED_SUFFIXES or file.name.startswith(("LICENSE", "NOTICE"))
+    is_kept = file.suffix in COPIED_SUFFIXES or file.name.startswith(COPIED_NAMES)
     return is_kept and file.is_file() and file.stat().st_size <= MAX_COPIED

@@ -48,6 +48,7 @@ from . import (
     olmoe,
     phi3,
     qwen2,
+    qwen2_5_omni_text,
     qwen2_5_vl_text,
     qwen2_moe,
     qwen3,
@@ -56,6 +57,7 @@ from . import (
     qwen3_asr,
     qwen3_moe,
     qwen3_next,
+    qwen3_omni_moe_text,
     qwen3_vl_moe_text,
     qwen3_vl_text,
     seed_oss,
@@ -75,7 +77,8 @@ FAMILIES: tuple[Family, ...] = tuple(
         ministral3, hunyuan_v1_dense, hunyuan_v1_moe, cohere, cohere2,
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
         glm4v_text, glm4v_moe_text, qwen3_asr, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
-        deepseek_v32, glm_moe_dsa, nemotron_h, mistral4, llava_onevision,
+        deepseek_v32, glm_moe_dsa, nemotron_h, mistral4, llava_onevision, qwen3_omni_moe_text,
+        qwen2_5_omni_text,
     )
 )  # fmt: skip
 

@@ -25,6 +25,17 @@ DEFAULTS_2D: HfConfig = {
     "n_window_infer": 800,
     "downsample_hidden_size": 480,
 }
+# Of Qwen2.5-Omni's class, where two convolutions are over time.
+DEFAULTS_1D: HfConfig = {
+    "num_mel_bins": 128,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "d_model": 1280,
+    "activation_function": "gelu",
+    "n_window": 100,
+    "output_dim": 3584,
+}
 
 
 def _separate_heads_together(length: int, ranks: int, architecture: Architecture, parts: int = 3) -> list[Span]:

@@ -117,12 +117,15 @@ def tower_mappings(
     merger: dict[str, str],
     deep_merger: str = "",
     position_embeddings: str = "pos_embed",
+    has_fused_qkv: bool = True,
+    prefixes: tuple[str, ...] = ("visual.", "model.visual."),
 ) -> list[ParamMapping]:
-    """Map a tower of Qwen's or GLM's form by its names in the checkpoint, under `visual.` and under `model.visual.`.
+    """Map a tower of Qwen's or GLM's form by its names in the checkpoint.
 
-    attention: names of the fused query-key-value matrix and of the output projection, with {}. fc1, fc2: of the MLP's.
+    attention: names of the query-key-value matrix and of the output projection, with {}. has_fused_qkv: that is one
+    matrix `qkv`; else there are `q`, `k` and `v`. fc1, fc2: of the MLP's.
     merger: names of the merger's `norm`, `fc1` and `fc2`, and of the gated merger's `proj`. deep_merger: name of the
-    mergers of `deep_layers`, {layer} is their index.
+    mergers of `deep_layers`, {layer} is their index. prefixes: beginnings of all names.
     """
     gated = REPLICATED_GATE_UP if vision.gated else REPLICATED
     merger_gated = REPLICATED_GATE_UP if vision.gated_merger_size else REPLICATED
@@ -134,8 +137,9 @@ def tower_mappings(
         table.add(position_embeddings + ".weight", "position_embeddings.weight")
     table.norm("blocks.{layer}.norm1", "layers.{layer}.norm1", layers)
     table.norm("blocks.{layer}.norm2", "layers.{layer}.norm2", layers)
-    qkv = "blocks.{layer}." + attention.format("qkv")
-    table.linear(qkv, "layers.{layer}.linear_qkv", REPLICATED_QKV, layers, bias=vision.qkv_bias)
+    qkv, kind = ("qkv", REPLICATED_QKV) if has_fused_qkv else ("{part}", REPLICATED_Q_K_V)
+    qkv = "blocks.{layer}." + attention.format(qkv)
+    table.linear(qkv, "layers.{layer}.linear_qkv", kind, layers, bias=vision.qkv_bias)
     projection = "blocks.{layer}." + attention.format("proj")
     table.linear(projection, "layers.{layer}.linear_proj", layers=layers, bias=bias)
     table.linear("blocks.{layer}." + fc1, "layers.{layer}.linear_fc1", gated, layers, bias=bias)
@@ -155,7 +159,7 @@ def tower_mappings(
         table.norm(f"{hf}.{merger['norm']}", f"{mcore}.norm", indices, kind=kind)
         table.linear(f"{hf}.{merger['fc1']}", f"{mcore}.linear_fc1", merger_gated, indices, bias=merger_bias)
         table.linear(f"{hf}.{merger['fc2']}", f"{mcore}.linear_fc2", layers=indices, bias=merger_bias)
-    return table.under("visual.", "model.visual.")
+    return table.under(*prefixes)
 
 
 def with_rope_axes(

@@ -49,9 +49,11 @@ def classifier_architectures() -> dict[str, str]:
 
 def _classifier_architecture(config: HfConfig) -> str:
     classifiers, kind = classifier_architectures(), config.get("model_type", "")
-    if kind not in classifiers and "vision_config" in config and family_of(config).has_tower(config):
-        # transformers has none for models with a vision tower. The name follows its rule.
-        return config["architectures"][0].replace("ForConditionalGeneration", SUFFIX)
+    if kind not in classifiers and "vision_config" in config:
+        family = family_of(config)
+        if family.has_tower(config) and family.audio is None:
+            # transformers has none for models with a vision tower. The name follows its rule.
+            return config["architectures"][0].replace("ForConditionalGeneration", SUFFIX)
     if kind not in classifiers:
         supported = ", ".join(family.name for family in FAMILIES if family.name in classifiers)
         raise ValueError(f"transformers has no sequence classification for {kind} models. It has some for {supported}")

@@ -23,6 +23,7 @@ MODEL_TYPES = {
     "qwen3_next": "qwen3_next_thinking",
     "qwen3_5_text": "qwen3_5 qwen3_8",
     "qwen3_5_moe_text": "qwen3_5_moe qwen3_8_moe",
+    "qwen3_omni_moe": "qwen3_omni",
     "llama": "llama2 llama3 llama3_1 llama3_2 yi yi_coder deepseek_r1_distill longwriter_llama3_1 openbuddy_llama "
     "codefuse_codellama llama3_2_reward",
     "deepseek_v2": "deepseek_v2_5 deepseek_v2_lite",
@@ -43,6 +44,7 @@ TEMPLATES = {
     **dict.fromkeys(("chatml", "qwen", "qwen2_5", "qwen2_5_math", "qwq", "qwq_preview", "marco_o1"), CHATML),
     **dict.fromkeys(("qwen3", "qwen3_thinking", "qwen3_nothinking", "qwen3_guard", "qwen3_coder"), CHATML),
     **dict.fromkeys(("qwen3_5", "qwen3_8", "qwen3_vl", "qwen2_vl", "qwen2_5_vl"), CHATML),
+    **dict.fromkeys(("qwen3_omni", "qwen2_5_omni"), CHATML),
     "llama": "[INST]",
     **dict.fromkeys(("llama3", "llama3_2"), "<|start_header_id|>"),
     "llama4": "<|header_start|>",

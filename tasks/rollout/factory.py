@@ -13,6 +13,7 @@ from ...bridge.checkpoint.rope_scaling import scaled_folder
 from ...bridge.checkpoint.stream import stream_adapter, stream_weights
 from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
+from ...templates.media.families import check_answers
 from ..distributed.collectives import rank0_only, run_on_all_ranks
 from ..options.rollout import EngineOptions
 from ..run.context import Run, has_videos, most_media
@@ -37,6 +38,7 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
 
     `experts`: record Completion.experts.
     """
+    check_answers(run.hf_config.get("model_type"))
     rank = run_on_all_ranks(lambda: adapter_rank(model, options))
     weights, optimizer = bool(options.offload_model), bool(options.offload_optimizer)
     if engine_kind(options) == "server":

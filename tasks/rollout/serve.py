@@ -92,12 +92,14 @@ def _media_readers(
 ) -> "tuple[ImageReader, VideoReader | None] | tuple[None, None]":
     """Return the readers of images and videos in requests; None for what the model does not take. Raises ValueError."""
     from ...bridge.checkpoint.pretrained import load_tokenizer
+    from ...templates.media.families import check_answers
     from ...templates.media.processor import VisionProcessor
     from ...templates.options import MediaOptions
     from .image_bodies import ImageReader
     from .video_bodies import VideoReader
     from .vllm_images import takes_videos
 
+    check_answers(read_config(folder).get("model_type"))
     allowed, limits = options.allowed_local_media_path, options.vllm_limit_mm_per_prompt
     vision = VisionProcessor.open(folder, load_tokenizer(folder), MediaOptions())
     if allowed and (vision is None or vision.family.image is None):

@@ -28,7 +28,7 @@ class AudioProcessor:
     """
 
     def __init__(self, folder: Path, family: AudioFamily, config: dict[str, Any], *, allow_private: bool):
-        self._config, self._allow_private = config, allow_private
+        self._config, self._family, self._allow_private = config, family, allow_private
         self._extractor = load_extractor(folder)
         self.rate: int = self._extractor.sampling_rate
         self.mel_bins: int = self._extractor.feature_size
@@ -38,7 +38,8 @@ class AudioProcessor:
     def fingerprint(self) -> list[Any]:
         """All that determines the tokens of audios."""
         extractor = self._extractor
-        return [self._chunk, self.rate, extractor.hop_length, extractor.n_fft, self._least]
+        longest = [extractor.n_samples] if self._family.is_padded else []
+        return [self._chunk, self.rate, extractor.hop_length, extractor.n_fft, self._least, *longest]
 
     @property
     def _least(self) -> int:
@@ -49,17 +50,33 @@ class AudioProcessor:
         """Return the frames of an audio's spectrogram, from its header. Raises UnusableRow with the reason."""
         samples = audio_info(medium.source, allow_private=self._allow_private).resampled(self.rate)
         samples = max(samples, self._least)
+        if self._family.is_padded:
+            return self._padded_frames(samples)
         if samples < max(self._extractor.hop_length, self._extractor.n_fft // 2 + 1):
             raise UnusableRow("an audio is shorter than a frame of its spectrogram")
         return samples // self._extractor.hop_length
 
+    def _padded_frames(self, samples: int) -> int:
+        extractor = self._extractor
+        if samples > extractor.n_samples:
+            seconds = extractor.n_samples / self.rate
+            raise UnusableRow(f"an audio is longer than the {seconds:g} seconds that the model's processor takes")
+        frames = -(-samples // extractor.hop_length)
+        if not self.tokens(frames):
+            raise UnusableRow("an audio is too short for a token")
+        return frames
+
     def tokens(self, frames: int) -> int:
         """Return the tokens of a spectrogram."""
+        if self._family.is_padded:
+            return (frames + 1) // 2 // 2
         return frames // self._chunk * _thrice_halved(self._chunk) + _thrice_halved(frames % self._chunk)
 
     def spectrogram(self, medium: Medium, frames: int) -> np.ndarray:
         """Return the log-mel spectrogram of a planned audio: float32 [frames, mel bins]. Raises UnusableRow."""
         samples = read_audio(medium.source, self.rate, allow_private=self._allow_private)
+        if self._family.is_padded:
+            return self._padded_spectrogram(samples, frames)
         features = self._extractor(
             samples,
             sampling_rate=self.rate,
@@ -87,6 +104,15 @@ class AudioProcessor:
             features[number, :, : len(spectrogram)] = torch.from_numpy(spectrogram).T
             mask[number, : len(spectrogram)] = 1
         return {"input_features": features, "input_features_mask": mask}
+
+    def _padded_spectrogram(self, samples: np.ndarray, frames: int) -> np.ndarray:
+        hop, window = self._extractor.hop_length, self._extractor.n_fft
+        if -(-len(samples) // hop) != frames:
+            raise UnusableRow(f"an audio has {len(samples)} samples, and its header means {frames} frames of {hop}")
+        # Silence beyond the last window changes no frame of the audio.
+        padded = np.pad(samples, (0, frames * hop + 2 * window - len(samples)))
+        features = self._extractor(padded, sampling_rate=self.rate, padding="longest", return_tensors="np")
+        return np.ascontiguousarray(features["input_features"][0, :, :frames].T, dtype=np.float32)
 
     def silence(self, frames: int) -> np.ndarray:
         """Return the spectrogram in place of an audio that cannot be decoded."""

@@ -39,10 +39,13 @@ class AudioFamily:
     """What differs between the processors of audios.
 
     window: default of n_window in audio_config, half a chunk of a spectrogram in frames
+    is_padded: as of Qwen2.5-Omni, audios are continued by silence to the longest that the extractor takes, and pairs of
+        the tower's positions are tokens
     """
 
     placeholder: Placeholder
     window: int = 50
+    is_padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,9 @@ class VisionFamily:
     Kimi-K2.5's, which pad images; Gemma 3's and LLaVA's, whose images have one size, to which LLaVA's crops them
     template_image: text of an image in chat templates, which processors replace by the placeholder; "": it is there
     has_bf16_pixels: pixels are normalized in bfloat16
+    video_pixels: fewest and most pixels of a frame, which the processor's class has; None: those of its files
+    follows_time: patches of time of a video are as many positions apart as the model has for that time, and the text
+        behind the video comes after the last of them
     """
 
     norm_bbox: Literal["norm1000", "none"]
@@ -82,6 +88,8 @@ class VisionFamily:
     processor: Processor = "qwen2_vl"
     template_image: str = ""
     has_bf16_pixels: bool = False
+    video_pixels: tuple[int, int] | None = None
+    follows_time: bool = False
 
     @property
     def has_video_processor(self) -> bool:
@@ -122,6 +130,20 @@ LLAMA = VisionFamily(
     template_image="<|image|>",
     has_bf16_pixels=True,
 )
+QWEN2_5_OMNI = VisionFamily(
+    "none",
+    image=Placeholder("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"),
+    video=Placeholder("<|vision_bos|>", "<|VIDEO|>", "<|vision_eos|>"),
+    audio=AudioFamily(Placeholder("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"), window=100, is_padded=True),
+    video_pixels=(128 * 28 * 28, 768 * 28 * 28),
+    follows_time=True,
+)
+QWEN3_OMNI = VisionFamily(
+    "norm1000",
+    audio=AudioFamily(QWEN_AUDIO),
+    video_pixels=(128 * 32 * 32, 768 * 32 * 32),
+    follows_time=True,
+)
 FAMILIES = {
     "qwen2_vl": VisionFamily("norm1000"),
     "qwen2_5_vl": VisionFamily("none"),
@@ -141,14 +163,26 @@ FAMILIES = {
     "llava": LLAVA,
     "llama4": LLAMA,
     "llava_onevision": ONEVISION,
+    "qwen2_5_omni": QWEN2_5_OMNI,
+    "qwen2_5_omni_thinker": QWEN2_5_OMNI,
+    "qwen3_omni_moe": QWEN3_OMNI,
+    "qwen3_omni_moe_thinker": QWEN3_OMNI,
 }
+
+
+def check_answers(model_type: str | None) -> None:
+    """Raise ValueError for Omni models, which see and hear: they are trained, and generate no answers here."""
+    family = FAMILIES.get(model_type or "")
+    if family is not None and family.image is not None and family.audio is not None:
+        raise ValueError(f"--model: this version trains {model_type}, but does not answer with it. Use transformers.")
+
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "merge_kernel_size", "temporal_patch_size", "tokens_per_second"
 TOWER_SETTINGS += ("pixel_shuffle_ratio",)
 AUDIO_SETTINGS = "n_window", "num_mel_bins"
 TOKEN_SETTINGS = (
     *("audio_token_id", "image_token_id", "image_token_index", "media_placeholder_token_id", "video_token_id"),
-    *("spatial_merge_size", "downsample_ratio", "mm_tokens_per_image"),
+    *("spatial_merge_size", "downsample_ratio", "mm_tokens_per_image", "position_id_per_seconds"),
     *("image_grid_pinpoints", "vision_aspect_ratio"),
 )
 

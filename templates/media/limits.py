@@ -17,6 +17,7 @@ VARIABLES: dict[str, type[int] | type[float]] = {
     "VIDEO_TOTAL_PIXELS": int, "FPS": float, "FPS_MIN_FRAMES": int, "FPS_MAX_FRAMES": int, "FRAME_FACTOR": int,
     "MAX_RATIO": float,
 }  # fmt: skip
+SOUND_OF_VIDEOS = "USE_AUDIO_IN_VIDEO"  # known, and refused
 BBOX_FORMATS = ("legacy", "new")  # values of QWENVL_BBOX_FORMAT
 
 
@@ -68,6 +69,8 @@ def requested_values(options: MediaOptions) -> dict[str, Any]:
     """
     kwargs = {name.upper(): (value, f"--model_kwargs: {name}") for name, value in options.model_kwargs.items()}
     names = {*VARIABLES, "QWENVL_BBOX_FORMAT"}
+    if SOUND_OF_VIDEOS in kwargs:
+        check_sound_of_videos(kwargs.pop(SOUND_OF_VIDEOS)[0])
     if unknown := sorted(kwargs.keys() - names):
         raise ValueError(f"--model_kwargs: unknown name {unknown[0].lower()}. Use {', '.join(sorted(names)).lower()}.")
     environment = {name: (os.environ[name], name) for name in names if os.environ.get(name)}
@@ -85,6 +88,15 @@ def requested_values(options: MediaOptions) -> dict[str, Any]:
         if not 0 < values[name] < math.inf:
             raise ValueError(f"{origin} {value}: not above 0. Set a number above 0.")
     return values
+
+
+def check_sound_of_videos(value: Any) -> None:
+    """Raise ValueError if a value of SOUND_OF_VIDEOS asks for the sound of videos."""
+    if str(value or "").lower() in ("1", "true"):
+        raise ValueError(
+            f"{SOUND_OF_VIDEOS} {value}: the sound of a video is not supported. Remove it, and give the sound as an "
+            "audio of the row."
+        )
 
 
 def resolve_limits(

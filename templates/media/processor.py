@@ -6,6 +6,7 @@ families.py lists the families, and audio_processor.py has audios.
 """
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from functools import cached_property
@@ -23,13 +24,14 @@ from .families import FAMILIES, QWEN_VIDEO
 from .feature_cache import FeatureFiles
 from .image_rules import Grid, Layout, grown, smart_resize
 from .images import image_size, open_image
-from .limits import MediaLimits, requested_values, resolve_limits
+from .limits import SOUND_OF_VIDEOS, MediaLimits, check_sound_of_videos, requested_values, resolve_limits
 from .processor_files import (
     PROCESSOR_FILES,
     chat_template,
     image_rules,
     load_processors,
     read_json,
+    read_model,
     token_id,
     video_config,
 )
@@ -87,7 +89,7 @@ class VisionProcessor:
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, options: MediaOptions):
-        config = read_json(folder / "config.json")
+        config = read_model(folder)
         self.model_type: str = config["model_type"]
         self.family = FAMILIES[self.model_type]
         self._sample = sample_even if self.family.has_timestamps else sample_floor
@@ -104,7 +106,7 @@ class VisionProcessor:
         self.limits = resolve_limits(
             options,
             (self._rules.least_pixels, self._rules.most_pixels),
-            video_config(video),
+            video_config(video, self.family),
             self.factor**2,
             video_volume=self.family.has_timestamps,
         )
@@ -119,12 +121,18 @@ class VisionProcessor:
                 self.placeholders[kind] = token or token_id(tokenizer, placeholder.repeated)
         self.audio: AudioProcessor | None = None
         if self.family.audio is not None:
+            if self.family.video is not None:
+                check_sound_of_videos(os.environ.get(SOUND_OF_VIDEOS))
             self.audio = AudioProcessor(
                 folder, self.family.audio, config.get("audio_config") or {}, allow_private=self.allow_private
             )
         self._vision: Mapping[str, Any] = config.get("vision_config") or {}
         # Time between patches of time of a video in positions, per second. Qwen2-VL has none.
-        self.tokens_per_second = self._vision.get("tokens_per_second", 4) if self.model_type == "qwen2_5_vl" else None
+        self.tokens_per_second: int | None = None
+        if self.model_type == "qwen2_5_vl":
+            self.tokens_per_second = self._vision.get("tokens_per_second", 4)
+        elif self.family.follows_time:
+            self.tokens_per_second = config.get("position_id_per_seconds", 25)
         self._tokenizer = tokenizer
         self._timestamps: dict[str, list[int]] = {}
         self.chat_template = chat_template(folder, self.family, tokenizer)
@@ -216,19 +224,22 @@ class VisionProcessor:
         info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
         indices = self._sample(info, limits, self.temporal_patch_size)
         height, width = self._resized_frame(len(indices), info.height, info.width, limits)
-        return self.plan_frames(height, width, indices, info)
+        return self.plan_frames(height, width, indices, info, limits.fps)
 
-    def plan_frames(self, height: int, width: int, indices: Sequence[int], info: VideoInfo) -> MediaPlan:
+    def plan_frames(
+        self, height: int, width: int, indices: Sequence[int], info: VideoInfo, fps: float | None = None
+    ) -> MediaPlan:
         """Return the size of a video whose sampled frames have been resized to `height` and `width`.
 
-        indices: numbers of these frames
+        indices: numbers of these frames. fps: as they were asked for; by default that of the limits
+        Raises UnusableRow with the reason.
         """
         time = -(-len(indices) // self.temporal_patch_size)
         grid = time, height // self.patch_size, width // self.patch_size
         if self.family.has_timestamps:
             expansion = self._with_timestamps(grid, indices, info.fps)
             return MediaPlan("video", grid, self.tokens(grid), expansion=expansion)
-        return MediaPlan("video", grid, self.tokens(grid), self._time_step(info, len(indices)))
+        return MediaPlan("video", grid, self.tokens(grid), self._time_step(info, len(indices), fps or self.limits.fps))
 
     def plan_image(self, height: int, width: int, limits: MediaLimits) -> MediaPlan:
         """Return the size of an image of this height and width. Raises UnusableRow with the reason."""
@@ -347,7 +358,7 @@ class VisionProcessor:
                 axes = np.indices((time, height, width)).reshape(3, -1)
                 axes[0] *= plan.time_step
                 positions[:, block:token] = position + axes
-                position += max(height, width)
+                position += max(height, width, (time - 1) * plan.time_step + 1 if self.family.follows_time else 0)
         positions[:, token:] = position + np.arange(length - token)
         return positions
 
@@ -431,9 +442,18 @@ class VisionProcessor:
             self._timestamps[text] = self._tokenizer.encode(text, add_special_tokens=False)
         return self._timestamps[text]
 
-    def _time_step(self, info: VideoInfo, frames: int) -> int:
+    def _time_step(self, info: VideoInfo, frames: int, fps: float) -> int:
         if self.tokens_per_second is None:
             return 1
+        if self.family.follows_time:
+            # transformers goes by the frames per second that are asked for, also where a video has fewer.
+            step = self.tokens_per_second * self.temporal_patch_size / fps
+            if step < 1 or not step.is_integer():
+                raise UnusableRow(
+                    f"a video with FPS {fps:g} has patches of time {step:g} positions apart, which must be a whole "
+                    "number: set FPS 1 or 2"
+                )
+            return int(step)
         sampled_fps = info.fps if info.is_list and frames == info.frames else frames / info.frames * info.fps
         # transformers passes the seconds of a patch of time as fp32, and cuts them to whole ones.
         return int(self.tokens_per_second * int(np.float32(self.temporal_patch_size / sampled_fps)))

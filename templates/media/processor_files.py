@@ -43,6 +43,13 @@ def read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def read_model(folder: Path) -> dict[str, Any]:
+    """Return config.json of a checkpoint; of an Omni model with the settings of its thinker outside."""
+    config = read_json(folder / "config.json")
+    thinker = config.get("thinker_config") or {}
+    return config | {name: value for name, value in thinker.items() if name not in ("model_type", "architectures")}
+
+
 def token_id(tokenizer: Tokenizer, token: str) -> int:
     ids = tokenizer.encode(token, add_special_tokens=False)
     if len(ids) != 1:
@@ -115,12 +122,14 @@ def _kimi_k25_rules(folder: Path, processor: Any) -> Kimi25Images:
     return Kimi25Images(processor)
 
 
-def video_config(processor: Any) -> dict[str, Any] | None:
+def video_config(processor: Any, family: VisionFamily) -> dict[str, Any] | None:
     """Return what limits need of a video processor. processor: transformers'; None: there is none"""
     if processor is None:
         return None
     names = "fps", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens"
-    size = {edge: processor.size[edge] for edge in ("shortest_edge", "longest_edge")}
+    edges = "shortest_edge", "longest_edge"
+    sizes = family.video_pixels or [processor.size[edge] for edge in edges]
+    size = dict(zip(edges, sizes, strict=True))
     return {"size": size} | {name: getattr(processor, name, None) for name in names}
 
 

@@ -54,7 +54,9 @@ def test_hugging_face(asked, tmp_path):
     assert (asked["name"], asked["revision"], asked["token"]) == ("Qwen/Qwen3-0.6B", "main", "secret")
     ignored = asked["ignore_patterns"]
     assert "*.safetensors" not in ignored
-    for file, taken in (("model-00001-of-00003.safetensors", True), ("consolidated.safetensors", False)):
+    of_torch = dict.fromkeys(("model.pt", "checkpoint.pt", "optimizer.pt", "pytorch_model.bin"), False)
+    names = {"model-00001-of-00003.safetensors": True, "consolidated.safetensors": False, "spk_dict.pt": True}
+    for file, taken in (names | of_torch).items():
         assert any(fnmatch(file, pattern) for pattern in ignored) != taken
     model_folder(options, weights=False)
     assert "*.safetensors" in asked["ignore_patterns"]

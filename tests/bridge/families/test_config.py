@@ -31,6 +31,8 @@ OUTER = {
     "qwen3_vl_moe_text": "qwen3_vl_moe",
     "glm4v_text": "glm4v",
     "qwen3_asr": "qwen3_asr",
+    "qwen3_omni_moe_text": "qwen3_omni_moe_thinker",
+    "qwen2_5_omni_text": "qwen2_5_omni_thinker",
 }
 # The config of the text model, where the family has the name of the whole one.
 TEXT = {"qwen3_asr": "qwen3", "llava_onevision": "qwen2"}

@@ -8,7 +8,7 @@ from megaswift.templates.media.processor import VisionProcessor
 from megaswift.templates.options import PrepareOptions
 from megaswift.templates.prepare import Prepared, prepare
 
-from tests import tiny_audio, tiny_vision
+from tests import tiny_audio, tiny_omni, tiny_vision
 
 
 class Checkpoint(NamedTuple):
@@ -34,7 +34,8 @@ def checkpoint(tmp_path_factory):
         if family not in made:
             from transformers import AutoTokenizer
 
-            folder = (tiny_vision.FAMILIES | tiny_audio.FAMILIES)[family](tmp_path_factory.mktemp(family))
+            families = tiny_vision.FAMILIES | tiny_audio.FAMILIES | tiny_omni.FAMILIES
+            folder = families[family](tmp_path_factory.mktemp(family))
             processor = tiny_vision.processor_of(folder)
             made[family] = Checkpoint(folder, AutoTokenizer.from_pretrained(folder), processor)
         return made[family]
