@@ -51,8 +51,10 @@ def _classifier_architecture(config: HfConfig) -> str:
     classifiers, kind = classifier_architectures(), config.get("model_type", "")
     if kind not in classifiers and "vision_config" in config:
         family = family_of(config)
-        if family.has_tower(config) and family.audio is None:
-            # transformers has none for models with a vision tower. The name follows its rule.
+        # transformers has none for models with a vision tower. The name follows its rule. `family_of` recognises such a
+        # model by its text.
+        is_recognised = text_config(config).get("model_type") == family.name
+        if family.has_tower(config) and family.audio is None and is_recognised:
             return config["architectures"][0].replace("ForConditionalGeneration", SUFFIX)
     if kind not in classifiers:
         supported = ", ".join(family.name for family in FAMILIES if family.name in classifiers)

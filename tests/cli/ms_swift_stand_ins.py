@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests import tiny_vision, tiny_vision_tiles
 from tests.bridge.families.published import MODELS
+from tests.bridge.omni.published import QWEN2_5_OMNI_7B, QWEN3_OMNI_30B_A3B
 from tests.cli.checks.test_export import mcore
 from tests.cli.checks.test_lora import write_adapter
 from tests.cli.conftest import write_model
@@ -46,10 +47,9 @@ SAME_FAMILY: dict[str, tuple[str, dict]] = {
     "Moonlight-16B-A3B-Instruct": ("Moonlight-16B-A3B", {}),
     "MiniMax-M2.7": ("MiniMax-M2", {}),
 }
+OMNI_MODELS = {"Qwen3-Omni-30B-A3B-Instruct": QWEN3_OMNI_30B_A3B, "Qwen2.5-Omni-7B": QWEN2_5_OMNI_7B}
 # Models without a family here: their classes, and whether they take images or audio.
 LACKING = {
-    "Qwen3-Omni": ("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe", True),
-    "Qwen2.5-Omni": ("Qwen2_5OmniModel", "qwen2_5_omni", True),
     "InternVL3_5": ("InternVLChatModel", "internvl_chat", True),
     "gemma-4": ("Gemma4ForConditionalGeneration", "gemma4", True),
     "DeepSeek-V4": ("DeepseekV4ForCausalLM", "deepseek_v4", False),
@@ -122,6 +122,8 @@ def config(name: str) -> dict:
             return {"architectures": [architecture], "model_type": model_type} | (
                 {"vision_config": {}} if has_media else {}
             )
+    if name in OMNI_MODELS:
+        return OMNI_MODELS[name]
     published, changes = SAME_FAMILY.get(name, (name, {}))
     result = dict(MODELS[published].config)
     text = dict(result["text_config"]) if "text_config" in result else result

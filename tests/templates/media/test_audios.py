@@ -180,14 +180,6 @@ def test_rows_that_are_dropped(heard, tmp_path: Path, monkeypatch, row: dict, re
     assert reason.startswith(("an audio", "a URL")) == ("set --load_from_cache_file false" in prepared.report)
 
 
-@pytest.mark.parametrize("stage", ["prompts", "answered"])
-def test_no_answers_are_generated_to_audios(heard, tmp_path: Path, stage: str) -> None:
-    (tmp_path / "a.wav").write_bytes(wav(sound(900)))
-    rows = write(tmp_path, {"messages": [user("q"), ANSWER], "audios": [str(tmp_path / "a.wav")]})
-    with pytest.raises(ValueError, match="it has audios, of which this version generates no answers"):
-        heard.prepare(stage, dataset=[rows])
-
-
 @pytest.mark.parametrize("when", ["changed", "truncated", "flac truncated"])
 def test_an_audio_that_breaks_after_preparation_has_no_loss(heard, tmp_path: Path, when: str, caplog) -> None:
     good, bad = tmp_path / "good.wav", tmp_path / "bad"
