@@ -8,7 +8,7 @@ from .decoder import check_supported
 from .vision_tower import REPLICATED_Q_K_V, TowerTable, separate_heads_together
 from .vlm_text import PROJECTOR, vision_config
 
-EPS = 1e-5  # of torch's LayerNorm, which all norms of the tower are; norm_eps of config.json is not read
+EPS = 1e-5  # torch's LayerNorm's, which all norms of the tower are; norm_eps of config.json is not read
 # Of transformers' class, but for config.json without a vision_config, which has no tower here.
 VISION_DEFAULTS: HfConfig = {
     "hidden_size": 768,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..mapping.param_mapping import HfConfig, ParamMapping
 
 THINKER, WHOLE = "thinker_config", "whole_config"
-THINKER_PREFIX = "thinker."  # of names of tensors
+THINKER_PREFIX = "thinker."  # tensors' names begin with it
 NAMES = "model_type", "architectures"  # settings of the whole model alone
 OF_BOTH = "dtype", "torch_dtype"
 SPEECH = r"talker\.|code2wav\.|token2wav\."  # tensors of the models that speak

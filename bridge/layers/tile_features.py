@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .packed_seqs import to_device
 
-LARGEST_RATIO = 1.1  # of the side of an image's features to that of the most tiles, before they are reduced
+LARGEST_RATIO = 1.1  # ratio of the side of an image's features to that of the most tiles, before they are reduced
 
 
 @dataclass(frozen=True)

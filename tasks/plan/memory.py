@@ -62,7 +62,7 @@ class Workload:
     global_batch: int  # packs
     lora_rank: int | None = None  # None: all parameters are trained
     lora_dropout: float = 0.0
-    offload_fraction: float = 1.0  # of the optimizer's state, in layouts with the optimizer on the host
+    offload_fraction: float = 1.0  # share of AdamW's state, in layouts with it on the host
     fp8: Fp8 | None = None  # None: bf16
     tower: TowerWork | None = None  # None: none is built
     gpu_bytes: float = 80 * GIB  # memory of a GPU

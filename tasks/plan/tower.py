@@ -14,8 +14,8 @@ from ..observability.flops import VisionFlops
 from .gpu_layout import GpuLayout
 
 BYTES = 2  # size of a bf16 value
-IMAGE_SHARE = 0.5  # of packs, where the data is not known
-IMAGE_TOKENS = 600  # of an image, in the mean
+IMAGE_SHARE = 0.5  # assumed for packs, where the data is not known
+IMAGE_TOKENS = 600  # mean tokens per image
 # Share of visual tokens in the micro batch with most of them, relative to the mean, and 2 - SPREAD in that with fewest.
 # Packs of chats with images of 256 to 1,024 tokens (docs/results.md).
 SPREAD = 1.35

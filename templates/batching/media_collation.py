@@ -69,7 +69,7 @@ class MicroBatchMedia:
         self.broken_samples: set[int] = set()
         self.broken_media = 0
         self._values: dict[MediaKind, list[np.ndarray]] = {kind: [] for kind in KINDS}
-        self._layouts: list[Layout | None] = []  # of images and videos
+        self._layouts: list[Layout | None] = []  # per image and video
         self._keys: list[str] = []
         self._features: list[np.ndarray | None] = []  # one per medium that this rank encodes; None: not in the cache
         for (sample, medium), encoder in zip(self.media, self.encoders.tolist(), strict=True):

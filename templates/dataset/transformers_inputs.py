@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
-SEEN = KINDS[:2]  # which have a type of token
+SEEN = KINDS[:2]  # these have a type of token
 
 
 def transformers_inputs(
