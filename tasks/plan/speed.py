@@ -19,10 +19,8 @@ NVLINK, NVLINK_ALL_TO_ALL, NETWORK = 160e9, 90e9, 40e9
 MEMORY_BANDWIDTH = 3.3e12  # bytes a second that the optimizer's step reaches on an H200
 HOST_PARAMETERS = 4.2e9  # parameters a second of a node's host per 32 cores, optimizer_cpu_offload
 OVERLAP = 0.7  # share of the gradients' exchange that is hidden behind the backward pass
-FP8_SPEEDUP = (
-    1.9  # speed of products; each value of their inputs and outputs takes so many seconds to quantize, both passes
-)
-QUANTIZATION = 6.7e-12
+FP8_SPEEDUP = 1.9  # speed of products, relative to bf16
+QUANTIZATION = 6.7e-12  # seconds to quantize a value of their inputs and outputs, both passes
 LORA_OVERHEAD = 1.3  # adapters add small products
 
 
