@@ -29,18 +29,20 @@ def lower_thinker(config: HfConfig) -> HfConfig:
     """Return the config.json that `lift_thinker` has lifted, with what has been changed since."""
     if WHOLE not in config:
         return config
-    whole = dict(config[WHOLE])
-    thinker, lifted = dict(whole[THINKER]), lift_thinker(config[WHOLE])
+    omni_config = dict(config[WHOLE])
+    thinker, lifted = dict(omni_config[THINKER]), lift_thinker(config[WHOLE])
     for name in (lifted.keys() | config.keys()) - {WHOLE, THINKER}:
         if name in lifted and name in config and lifted[name] == config[name]:
             continue
         is_inside = name in thinker and name not in NAMES
-        for part in [thinker] * is_inside + [whole] * (not is_inside or (name in OF_BOTH and name in whole)):
+        for part in [thinker] * is_inside + [omni_config] * (
+            not is_inside or (name in OF_BOTH and name in omni_config)
+        ):
             if name in config:
                 part[name] = config[name]
             else:
                 part.pop(name, None)
-    return whole | {THINKER: thinker}
+    return omni_config | {THINKER: thinker}
 
 
 def add_thinker_prefix(name: str) -> str:

@@ -45,13 +45,13 @@ def plan_tile_features(
     newline, start = int(grids.prod(1).sum()), 0
     parts: list[tuple[np.ndarray, np.ndarray | None]] = []
     for (tiles, side, _), layout, count in zip(grids.tolist(), layouts.tolist(), counts.tolist(), strict=True):
-        own = start + np.arange(tiles * side**2)
-        start += len(own)
+        rows = start + np.arange(tiles * side**2)
+        start += len(rows)
         if not layout[0]:
-            parts.append((own[np.arange(count) % len(own)][:, None], None))
+            parts.append((rows[np.arange(count) % len(rows)][:, None], None))
             continue
-        parts.append((own[: side**2, None], None))
-        parts.append(_put_together(own[side**2 :], side, layout, newline, most_tiles))
+        parts.append((rows[: side**2, None], None))
+        parts.append(_put_together(rows[side**2 :], side, layout, newline, most_tiles))
         assert sum(len(taps) for taps, _ in parts[-2:]) == count
     if all(weights is None for _, weights in parts):
         taps = np.concatenate([np.empty((0, 1), np.int64), *(taps for taps, _ in parts)])

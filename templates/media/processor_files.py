@@ -200,11 +200,11 @@ def _llama4_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> LlamaIm
     tile, patch = vision.get("image_size", 448), vision.get("patch_size", 14)
     ratio = vision.get("pixel_shuffle_ratio", 0.5)
     size = processor.size["height"], processor.size["width"]
-    found = *size, config.get("patch_size", 14), config.get("pixel_shuffle_ratio", 0.5)
-    if found != (tile, tile, patch, ratio) or processor.resize_to_max_canvas:
+    actual = *size, config.get("patch_size", 14), config.get("pixel_shuffle_ratio", 0.5)
+    if actual != (tile, tile, patch, ratio) or processor.resize_to_max_canvas:
         raise ValueError(
-            f"{folder}: its processor has tiles of {size[0]} x {size[1]} pixels, patch_size {found[2]}, "
-            f"pixel_shuffle_ratio {found[3]} and resize_to_max_canvas {processor.resize_to_max_canvas}; expected are "
+            f"{folder}: its processor has tiles of {size[0]} x {size[1]} pixels, patch_size {actual[2]}, "
+            f"pixel_shuffle_ratio {actual[3]} and resize_to_max_canvas {processor.resize_to_max_canvas}; expected are "
             f"those of config.json, {tile} x {tile}, {patch} and {ratio}, and False. Copy both files from the original "
             "checkpoint."
         )
@@ -225,18 +225,18 @@ def _onevision_rules(folder: Path, processor: Any) -> OneVisionImages:
         "vision_feature_select_strategy": "full",
         "image_grid_pinpoints": [tuple(size) for size in model.get("image_grid_pinpoints") or pinpoints],
     }
-    found = {
+    actual = {
         "size": (processor.size["height"], processor.size["width"]),
         "num_image_tokens": config.get("num_image_tokens", tokens),
         "vision_aspect_ratio": config.get("vision_aspect_ratio") or ONEVISION_RATIO,
         "vision_feature_select_strategy": config.get("vision_feature_select_strategy") or "full",
         "image_grid_pinpoints": pinpoints,
     }
-    if differing := [name for name, value in expected.items() if found[name] != value]:
+    if differing := [name for name, value in expected.items() if actual[name] != value]:
         name = differing[0]
         raise ValueError(
-            f"{folder}: its processor has {name} {found[name]}, and config.json has {expected[name]}. Copy these files "
-            "from the original checkpoint."
+            f"{folder}: its processor has {name} {actual[name]}, and config.json has {expected[name]}. Copy these "
+            "files from the original checkpoint."
         )
     if any(side % tile for size in pinpoints for side in size):
         raise ValueError(f"{folder}: image_grid_pinpoints has sizes that are not multiples of {tile}: not supported.")

@@ -184,6 +184,7 @@ def test_resuming_continues_with_the_same_pictures(checkpoint, rows: Path, strea
     expected = list(islice(whole.steps(), 6))
     steps = stopped.steps()
     first = [next(steps) for _ in range(2)]
+    steps.close()  # ends its worker, which the end of the process would wait for
     resumed.resume(stopped.position(), stopped.cursors())
     rest = list(islice(resumed.steps(), 4))
     for step, other in zip(expected, [*first, *rest], strict=True):
