@@ -9,6 +9,7 @@ Weights are generated on a GPU if there is one. Existing files are kept.
 
 import ast
 import json
+import os
 import random
 import sys
 import sysconfig
@@ -61,8 +62,9 @@ VIDEO_PROCESSOR = IMAGE_PROCESSOR | {
     "size": {"shortest_edge": 4096, "longest_edge": 25_165_824},
 }
 CHARACTERS = 4  # of the text in a token, of 8,192
+TURN_TOKENS = 5  # around the text of a turn
 SHARD_BYTES = 2 * 2**30
-WRITERS = 4
+WRITERS = max(4, (os.cpu_count() or 4) // 4)
 Shape = tuple[int, ...]
 
 
@@ -70,7 +72,7 @@ def paths(name: str, work: Path) -> tuple[Path, Path]:
     """Return the folder of the checkpoint, one for all rows of a model, and the file of the text."""
     row = ROWS[name]
     kind = ["text"] if row.pictures is None else ["pictures", *row.pictures]
-    parts = kind if row.documents is None else [*kind, row.documents]
+    parts = [*kind, *filter(None, [row.document_tokens, row.documents])]
     first = next(other for other in ROWS if ROWS[other].config == row.config)
     return work / first, work / f"{'-'.join(map(str, parts))}.jsonl"
 
@@ -113,10 +115,25 @@ def write_text(data: Path, row: Row) -> None:
     chats = list(conversations(Path(sysconfig.get_paths()["stdlib"])))
     random.Random(0).shuffle(chats)
     chats = chats[: row.documents]
+    if row.document_tokens:
+        chats = list(joined(chats, row.document_tokens))
     data.parent.mkdir(parents=True, exist_ok=True)
     if row.pictures:
         add_pictures(chats, data.with_suffix(""), row.pictures, row.length)
     data.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+
+
+def joined(chats: list[dict[str, Any]], tokens: int) -> Iterator[dict[str, Any]]:
+    """Yield chats of the turns of several, which have at most about `tokens` tokens, and almost as many."""
+    turns: list[dict[str, str]] = []
+    size = 0.0
+    for chat in chats:
+        added = sum(len(turn["content"]) / CHARACTERS + TURN_TOKENS for turn in chat["messages"])
+        if turns and size + added > tokens:
+            yield {"messages": turns}
+            turns, size = [], 0.0
+        turns = turns + chat["messages"]
+        size += added
 
 
 def add_pictures(chats: list[dict[str, Any]], folder: Path, tokens: tuple[int, int], length: int) -> None:
@@ -180,7 +197,9 @@ def write_processor(folder: Path) -> None:
 
 
 def shapes(config: dict[str, Any]) -> dict[str, Shape]:
-    """Return the tensor shapes of Qwen3, Qwen3-MoE and Qwen3-VL, by the names in their checkpoints."""
+    """Return the tensor shapes of Qwen3, Qwen3-MoE, Qwen3-VL and gpt-oss, by the names in their checkpoints."""
+    if config["model_type"] == "gpt_oss":
+        return gpt_oss_shapes(config)
     if "vision_config" not in config:
         return text_shapes(config)
     text = text_shapes(config["text_config"] | {"tie_word_embeddings": config["tie_word_embeddings"]})
@@ -210,6 +229,24 @@ def tower_shapes(config: dict[str, Any]) -> dict[str, Shape]:
     tensors |= {f"{name}.weight": (size,) for name, size in norms.items()}
     tensors |= {f"{name}.bias": (size,) for name, size in biases.items()}
     return tensors | {"pos_embed.weight": (config["num_position_embeddings"], hidden)}
+
+
+def gpt_oss_shapes(config: dict[str, Any]) -> dict[str, Shape]:
+    hidden, ffn, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    queries, keys = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    matrices: dict[str, Shape] = {f"self_attn.{name}_proj": (keys, hidden) for name in ("k", "v")}
+    matrices |= {"self_attn.q_proj": (queries, hidden), "self_attn.o_proj": (hidden, queries)}
+    matrices["mlp.router"] = (experts, hidden)
+    layer: dict[str, Shape] = {f"{name}.weight": shape for name, shape in matrices.items()}
+    layer |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+    layer |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    layer["self_attn.sinks"] = (config["num_attention_heads"],)
+    for name, shape in {"gate_up_proj": (hidden, 2 * ffn), "down_proj": (ffn, hidden)}.items():
+        layer |= {f"mlp.experts.{name}": (experts, *shape), f"mlp.experts.{name}_bias": (experts, shape[1])}
+    tensors: dict[str, Shape] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for number in range(config["num_hidden_layers"]):
+        tensors |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return tensors | {"model.norm.weight": (hidden,), "lm_head.weight": (config["vocab_size"], hidden)}
 
 
 def text_shapes(config: dict[str, Any]) -> dict[str, Shape]:

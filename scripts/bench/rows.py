@@ -37,10 +37,38 @@ SIZES = {
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
     "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36},
+    "32b": {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64},
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024, "dtype": "float32"},
 }
 TIED = {"tie_word_embeddings": True}
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "router_aux_loss_coef": 0.9,
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "swiglu_limit": 7.0,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    | {"truncate": False, "original_max_position_embeddings": 4096},
+    "max_position_embeddings": 131_072,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}
 VISION = {
     "hidden_act": "gelu_pytorch_tanh",
     "in_channels": 3,
@@ -98,6 +126,8 @@ def qwen3_vl(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
 
 OVERLAP = "--overlap_grad_reduce true --overlap_param_gather true"
 RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+BF16_MOMENTS = "--use_precision_aware_optimizer true --exp_avg_dtype bf16 --exp_avg_sq_dtype bf16"
+LORA = "--tuner_type lora --merge_lora false"
 
 
 @dataclass(frozen=True)
@@ -112,6 +142,7 @@ class Row:
     steps: int = 12
     length: int = 4096  # tokens of a pack
     documents: int | None = None  # of the text; None: all
+    document_tokens: int | None = None  # of a document, about: chats are joined; None: single chats
     pictures: tuple[int, int] | None = None  # least and most visual tokens of a picture; None: text alone
     layout: str = ""  # flags of every system
     peer: str = ""  # extra flags of the peer that its documentation recommends for speed
@@ -125,6 +156,7 @@ class Row:
 
 
 QWEN3_SMALL = QWEN3 | SIZES["0.6b"] | TIED
+QWEN3_30B = QWEN3_MOE | {"num_hidden_layers": 48}
 QWEN3_MEDIUM = QWEN3 | SIZES["1.7b"] | TIED
 QWEN3_VL_4B = qwen3_vl(QWEN3 | SIZES["4b"] | TIED, TOWERS["4b"])
 QWEN3_VL_MOE = qwen3_vl(QWEN3_MOE | {"num_hidden_layers": 8}, TOWERS["30b"])
@@ -189,7 +221,7 @@ ROWS = {
     ),
     "30b": Row(
         "Qwen3-30B-A3B",
-        QWEN3_MOE | {"num_hidden_layers": 48},
+        QWEN3_30B,
         1,
         32,
         gpus=8,
@@ -198,6 +230,96 @@ ROWS = {
         peer="--moe_permute_fusion true",
         min_speedup={"ours": 3.0},
     ),
+    # Rows of one node.
+    "30b-pp4": Row(
+        "Qwen3-30B-A3B, PP4",
+        QWEN3_30B,
+        1,
+        64,
+        gpus=4,
+        steps=7,
+        layout="--pipeline_model_parallel_size 4 --decoder_first_pipeline_num_layers 12 "
+        f"--decoder_last_pipeline_num_layers 10 {BF16_MOMENTS}",
+        peer="--moe_permute_fusion true",
+        min_speedup={"ours": 3.0},
+    ),
+    "30b-ep4": Row(
+        "Qwen3-30B-A3B, EP4",
+        QWEN3_30B,
+        1,
+        32,
+        gpus=4,
+        steps=7,
+        layout=f"--expert_model_parallel_size 4 {OVERLAP} {BF16_MOMENTS}",
+        peer="--moe_permute_fusion true",
+        min_speedup={"ours": 3.0},
+    ),
+    "30b-lora": Row(
+        "Qwen3-30B-A3B, LoRA",
+        QWEN3_30B,
+        1,
+        8,
+        gpus=None,
+        steps=7,
+        layout=LORA,
+        peer="--target_modules all-linear --moe_permute_fusion true",
+        min_speedup={"ours": 3.0},
+    ),
+    "30b-32k-lora": Row(
+        "Qwen3-30B-A3B, LoRA, documents of 32,768, CP4",
+        QWEN3_30B,
+        1,
+        8,
+        gpus=4,
+        steps=6,
+        length=32_768,
+        document_tokens=32_768,
+        layout=f"{LORA} --context_parallel_size 4",
+        peer="--target_modules all-linear --moe_permute_fusion true",
+    ),
+    "30b-128k-lora": Row(
+        "Qwen3-30B-A3B, LoRA, documents of 131,072, CP4, recomputed",
+        QWEN3_30B,
+        1,
+        2,
+        gpus=4,
+        steps=6,
+        length=131_072,
+        document_tokens=131_072,
+        layout=f"{LORA} --context_parallel_size 4 {RECOMPUTE}",
+        peer="--target_modules all-linear --moe_permute_fusion true",
+    ),
+    "32b-tp4": Row(
+        "Qwen3-32B, TP4",
+        QWEN3 | SIZES["32b"],
+        1,
+        16,
+        gpus=4,
+        steps=6,
+        layout=f"--tensor_model_parallel_size 4 --sequence_parallel true {BF16_MOMENTS}",
+        min_speedup={"ours": 1.1},
+    ),
+    "32b-pp4": Row(
+        "Qwen3-32B, PP4, 12 of 16 layers recomputed",
+        QWEN3 | SIZES["32b"],
+        1,
+        32,
+        gpus=4,
+        steps=6,
+        layout=f"--pipeline_model_parallel_size 4 {BF16_MOMENTS} "
+        "--recompute_granularity full --recompute_method block --recompute_num_layers 12",
+        min_speedup={"ours": 1.1},
+    ),
+    "gpt-oss-20b": Row(
+        "gpt-oss-20b, PP4",
+        GPT_OSS_20B,
+        1,
+        64,
+        gpus=4,
+        steps=7,
+        layout="--pipeline_model_parallel_size 4 --decoder_last_pipeline_num_layers 3",
+    ),
+    "gpt-oss-20b-lora": Row("gpt-oss-20b, LoRA", GPT_OSS_20B, 2, 8, gpus=None, steps=8, layout=LORA),
     "vl-4b": Row(
         "Qwen3-VL-4B, frozen tower",
         QWEN3_VL_4B,
@@ -233,6 +355,28 @@ ROWS = {
         layout=TRAINED,
         peer="--vit_gradient_checkpointing false",
         min_speedup={"ours": 1.8},
+    ),
+    "vl-4b-tp2": Row(
+        "Qwen3-VL-4B, trained tower, TP2",
+        QWEN3_VL_4B,
+        1,
+        16,
+        gpus=2,
+        steps=8,
+        documents=900,
+        pictures=PICTURES,
+        layout=f"{TRAINED} --tensor_model_parallel_size 2 --sequence_parallel true",
+    ),
+    "vl-4b-pp2": Row(
+        "Qwen3-VL-4B, trained tower, PP2, VPP2",
+        QWEN3_VL_4B,
+        1,
+        32,
+        gpus=2,
+        steps=8,
+        documents=900,
+        pictures=PICTURES,
+        layout=f"{TRAINED} --pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2",
     ),
     "vl-moe": Row(
         "Qwen3-VL-30B-A3B, 8 layers, frozen tower",
@@ -325,7 +469,9 @@ VARIANTS = {
     "local": "--transformer_impl local",
     "fp8-tensorwise": "--fp8_format hybrid --fp8_recipe tensorwise",
     "fp8-blockwise": "--fp8_format e4m3 --fp8_recipe blockwise",
-    "lora": "--tuner_type lora --merge_lora false",
+    "lora": LORA,
+    # Random experts for each token, as in published figures.
+    "forced": '--megatron_extra_kwargs {"moe_router_force_load_balancing":true}',
 }
 MIN_SPEEDUPS = {"local": 0.95}  # lowest relative speed, on every row
 # ms-swift, by its attention. Its vision tower uses FlashAttention only with `flash`, and else loops over the pictures
