@@ -257,7 +257,7 @@ ROWS = {
     "30b-lora": Row(
         "Qwen3-30B-A3B, LoRA",
         QWEN3_30B,
-        1,
+        2,
         8,
         gpus=None,
         steps=7,

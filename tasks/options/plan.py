@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from ...bridge.options import ModelOptions
 
+MomentType = Literal["fp32", "fp16", "bf16", "fp8"]
 GpuName = Literal["h100", "h200", "h20", "a100", "b200", "l40s"]
 
 
@@ -47,6 +48,13 @@ class PlanOptions:
     fp8_param_gather: Annotated[bool, "Store weights in FP8."] = False
     tensor_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
     pipeline_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
+    virtual_pipeline_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
+    decoder_first_pipeline_num_layers: Annotated[
+        int | None, "Layers of the first pipeline stage. Default: as the others.", "(0, inf)"
+    ] = None
+    decoder_last_pipeline_num_layers: Annotated[
+        int | None, "Layers of the last pipeline stage. Default: searched.", "(0, inf)"
+    ] = None
     context_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
     expert_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
     micro_batch_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
@@ -54,6 +62,10 @@ class PlanOptions:
     optimizer_cpu_offload: Annotated[
         bool | None, "Keep the optimizer's state in host memory. Default: only where the layout does not fit."
     ] = None
+    exp_avg_dtype: Annotated[MomentType, "AdamW: type of the first moment."] = "fp32"
+    exp_avg_sq_dtype: Annotated[MomentType, "AdamW: type of the second moment."] = "fp32"
+    main_params_dtype: Annotated[Literal["fp32", "fp16"], "AdamW: type of the weights' masters."] = "fp32"
+    accumulate_allreduce_grads_in_fp32: Annotated[bool, "Accumulate and reduce gradients in fp32."] = True
     optimizer_offload_fraction: Annotated[float, "Share of the optimizer's state that is kept there.", "[0, 1]"] = 1.0
     rows: Annotated[int, "Layouts to print.", "(0, inf)"] = 8
 

@@ -18,6 +18,9 @@ from .search import Plan, Search, search, smallest_cluster
 FLAGS = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
+    "virtual": "virtual_pipeline_model_parallel_size",
+    "first": "decoder_first_pipeline_num_layers",
+    "last": "decoder_last_pipeline_num_layers",
     "context": "context_parallel_size",
     "expert": "expert_model_parallel_size",
     "micro_batch": "micro_batch_size",
@@ -101,6 +104,8 @@ def saved_layout(checkpoint: Path) -> dict[str, Any]:
 
 def _search(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any]) -> Search:
     pins = {field: values[flag] for field, flag in FLAGS.items() if flag in values}
+    if "virtual" in pins:
+        pins["virtual"] = pins["virtual"] or 1
     if "recomputes" in pins:
         pins["recomputes"] = pins["recomputes"] == "full"
     assert gpu.machine is not None

@@ -60,7 +60,8 @@ def _command(options: PlanOptions, plan: Plan) -> str:
         if options.lora_dropout is not None:
             words.insert(2, f"--lora_dropout {options.lora_dropout:g}")
     tower_flags = "freeze_vit", "freeze_aligner", "vit_gradient_checkpointing"
-    for name in (*tower_flags, "fp8_format", "fp8_param_gather", "optimizer_offload_fraction"):
+    types = "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "accumulate_allreduce_grads_in_fp32"
+    for name in (*tower_flags, "fp8_format", "fp8_param_gather", *types, "optimizer_offload_fraction"):
         if (value := getattr(options, name)) != getattr(PlanOptions(), name):
             words.insert(-1, f"--{name} {str(value).lower()}")
     return " ".join(words)
@@ -71,6 +72,9 @@ def _pins(options: PlanOptions) -> dict[str, object]:
     values = {
         "tensor": options.tensor_model_parallel_size,
         "pipeline": options.pipeline_model_parallel_size,
+        "virtual": options.virtual_pipeline_model_parallel_size,
+        "first": options.decoder_first_pipeline_num_layers,
+        "last": options.decoder_last_pipeline_num_layers,
         "context": options.context_parallel_size,
         "expert": options.expert_model_parallel_size,
         "micro_batch": options.micro_batch_size,

@@ -1,6 +1,10 @@
 """One way to place a run on GPUs."""
 
 from dataclasses import dataclass
+from itertools import accumulate
+
+from ...bridge.options import ParallelOptions
+from ...bridge.pipeline_layout import divide_layers
 
 
 @dataclass(frozen=True)
@@ -13,8 +17,12 @@ class GpuLayout:
     context: int = 1
     expert: int = 1
     micro_batch: int = 1
-    recomputes: bool = False  # all layers
+    recomputes: bool = False  # layers
     offloads: bool = False  # the optimizer's state is on the host
+    virtual: int = 1  # chunks of layers on each pipeline stage
+    first: int | None = None  # layers of the first pipeline stage; None: as the others
+    last: int | None = None  # layers of the last pipeline stage; None: as the others
+    recomputed: int | None = None  # layers of each chunk that are recomputed; None: all
 
     @property
     def data(self) -> int:
@@ -30,9 +38,45 @@ class GpuLayout:
         """Return the number of micro batches of a rank in a step."""
         return global_batch // (self.micro_batch * self.data)
 
+    def stages(self, num_layers: int) -> list[range]:
+        """Return the layers of each pipeline stage; with virtual stages as many of them as are on it.
+
+        Raises ValueError if the layout does not divide them.
+        """
+        options = ParallelOptions(
+            pipeline_model_parallel_size=self.pipeline,
+            virtual_pipeline_model_parallel_size=self.virtual,
+            decoder_first_pipeline_num_layers=self.first,
+            decoder_last_pipeline_num_layers=self.last,
+        )
+        sizes = divide_layers(options, num_layers)
+        sizes = [sum(sizes[stage :: self.pipeline]) for stage in range(self.pipeline)]
+        ends = list(accumulate(sizes))
+        return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+    def divides(self, num_layers: int) -> bool:
+        """Return whether the layout divides the layers over its pipeline stages."""
+        try:
+            return bool(self.stages(num_layers))
+        except ValueError:
+            return False
+
+    def chunks_in_flight(self, stage: int, micro_batches: int) -> int:
+        """Return the chunks of layers of a stage whose activations are kept at once, over all micro batches."""
+        if self.virtual == 1:
+            return min(self.pipeline - stage, micro_batches)
+        warmup = 2 * (self.pipeline - stage - 1) + (self.virtual - 1) * self.pipeline
+        return min(warmup + 1, self.virtual * micro_batches)
+
+    def recomputed_share(self, layers: int) -> float:
+        """Return the share of `layers` layers of a stage that are recomputed."""
+        if not self.recomputes:
+            return 0.0
+        return 1.0 if self.recomputed is None else min(self.recomputed * self.virtual / layers, 1.0)
+
     def settings(self) -> dict[str, int | str | bool]:
         """Return the flags of `megatron` for this layout with their values, the defaults too."""
-        settings = {
+        settings: dict[str, int | str | bool] = {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
             "context_parallel_size": self.context,
@@ -42,6 +86,14 @@ class GpuLayout:
             "recompute_granularity": "full" if self.recomputes else "selective",
             "optimizer_cpu_offload": self.offloads,
         }
+        division = {
+            "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
+            "decoder_first_pipeline_num_layers": self.first,
+            "decoder_last_pipeline_num_layers": self.last,
+        }
+        settings |= {name: value for name, value in division.items() if value is not None}
+        if self.recomputes and self.recomputed is not None:
+            return settings | {"recompute_method": "block", "recompute_num_layers": self.recomputed}
         return settings | ({"recompute_method": "uniform", "recompute_num_layers": 1} if self.recomputes else {})
 
     def flags(self) -> str:
@@ -55,8 +107,18 @@ class GpuLayout:
         return _words({name: value for name, value in other.settings().items() if value != settings.get(name)})
 
     def __str__(self) -> str:
-        sizes = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "EP": self.expert, "DP": self.data}
-        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one GPU"
+        sizes = {
+            "TP": self.tensor,
+            "PP": self.pipeline,
+            "VPP": self.virtual,
+            "CP": self.context,
+            "EP": self.expert,
+            "DP": self.data,
+        }
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one GPU"]
+        ends = {"first": self.first, "last": self.last}
+        words += [f"{name} {layers}" for name, layers in ends.items() if layers is not None]
+        return " ".join(words)
 
 
 def _words(settings: dict[str, int | str | bool]) -> str:

@@ -17,8 +17,6 @@ from .parameters import ModelParameters, Parameters
 from .tower import BYTES, TowerWork
 
 OUTSIDE = 2 * GIB  # CUDA's context and NCCL's buffers on a GPU, which PyTorch does not count
-GRADIENT_BYTES = 4
-OPTIMIZER_BYTES = 12  # an fp32 master and two moments
 # What PyTorch reserves beyond tensors that live at the peak: fragments, workspaces, buckets of gradients.
 RESERVE = 1.5 * GIB
 EXPERT_SKEW = 1.1  # tokens of the busiest rank of expert parallelism, relative to the mean
@@ -62,6 +60,8 @@ class Workload:
     global_batch: int  # packs
     lora_rank: int | None = None  # None: all parameters are trained
     lora_dropout: float = 0.0
+    gradient_bytes: int = 4  # of a gradient, which is added up in it
+    optimizer_bytes: int = 12  # of AdamW's state of a parameter: a master and two moments
     offload_fraction: float = 1.0  # share of AdamW's state, in layouts with it on the host
     fp8: Fp8 | None = None  # None: bf16
     tower: TowerWork | None = None  # None: none is built
@@ -86,15 +86,9 @@ class Workload:
         return bool(frequency[layer] if isinstance(frequency, list) else layer % frequency == 0)
 
 
-def stage_layers(num_layers: int, stages: int) -> list[range]:
-    """Return the layers of each pipeline stage, split evenly."""
-    size = num_layers // stages
-    return [range(stage * size, (stage + 1) * size) for stage in range(stages)]
-
-
 def memory_of_rank(work: Workload, layout: GpuLayout) -> Memory:
     """Return the memory of a rank in the pipeline stage, and with the micro batch, that need most."""
-    stages = enumerate(stage_layers(work.config.num_layers, layout.pipeline))
+    stages = enumerate(layout.stages(work.config.num_layers))
     shares = work.tower.shares if work.tower else (0.0,)
     return max((_memory_of_stage(work, layout, *stage, share) for stage, share in product(stages, shares)), key=_total)
 
@@ -115,16 +109,15 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
     shards = trained / (layout.data * layout.context) + trained_experts / layout.expert_data
     tokens = layout.micro_batch * work.length / layout.context
     micro_batches = layout.micro_batches(work.global_batch)
-    in_flight = min(layout.pipeline - stage, micro_batches)
+    in_flight = layout.chunks_in_flight(stage, micro_batches) / layout.virtual
     saved = [_saved_bytes(work, layout, layer) for layer in layers]
     logits = BYTES * tokens * (1 - image_share) * work.vocab_size / layout.tensor if is_last else 0.0
     logits = min(logits, (KEPT_LOGITS + LOGITS_CHUNK) * work.gpu_bytes)
-    if layout.recomputes:
-        layer_inputs = BYTES * work.config.hidden_size / layout.tensor * len(layers)
-        # A layer is recomputed when the logits are freed.
-        activations = tokens * in_flight * layer_inputs + max(tokens * max(saved) - logits, 0)
-    else:
-        activations = tokens * in_flight * sum(saved)
+    recomputed = layout.recomputed_share(len(layers))
+    kept = recomputed * BYTES * work.config.hidden_size / layout.tensor * len(layers) + (1 - recomputed) * sum(saved)
+    activations = tokens * in_flight * kept
+    if recomputed:  # a layer is recomputed when the logits are freed
+        activations += max(tokens * max(saved) - logits, 0)
     if work.tower:
         visual_tokens = layout.micro_batch * work.length * image_share
         activations += work.tower.bytes_of_micro_batches(layout, visual_tokens, micro_batches)
@@ -137,8 +130,8 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
         reserve += FP8_WEIGHT_BYTES * sum(work.parameters.layers[layer].split for layer in layers) / layout.tensor
     return Memory(
         BYTES * (dense + experts),
-        GRADIENT_BYTES * (trained + trained_experts),
-        OPTIMIZER_BYTES * shards * on_gpu,
+        work.gradient_bytes * (trained + trained_experts),
+        work.optimizer_bytes * shards * on_gpu,
         activations,
         logits,
         reserve,

@@ -26,23 +26,28 @@ logger = logging.getLogger(__name__)
 # those without effect on memory, and those that change activations alone. Any other flag makes a run unplanned.
 LAYOUT_FLAGS = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "sequence_parallel",
+    "expert_model_parallel_size", "sequence_parallel", "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
 )  # fmt: skip
 NEUTRAL_FLAGS = (
     "ddp_backend", "ddp_timeout", "preflight", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm",
     "batch_p2p_comm", "cp_comm_type", "mtp_loss_scaling_factor", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-    "moe_router_load_balancing_type",
+    "moe_router_load_balancing_type", "accumulate_allreduce_grads_in_fp32",
 )  # fmt: skip
 ACTIVATION_FLAGS = tuple(
     field.name for group in (RecomputeOptions, MoEOptions, KernelOptions) for field in fields(group)
 )
 FP8_FLAGS = "fp8_format", "fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_param_gather"
 ADAPTER_FLAGS = "lora_rank", "lora_alpha", "lora_dropout", "use_rslora"
-OPTIMIZER_FLAGS = "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"
 TOWER_FLAGS = "freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr", "vit_gradient_checkpointing"
 STATES = "weights", "gradients", "optimizer"  # parts of the memory that do not depend on the batch
 MEASURED_MODELS = "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe"  # rows of docs/plan.md
-MEASURED_GPUS = 2
+MEASURED_FLAGS = (
+    *NEUTRAL_FLAGS, *FP8_FLAGS, "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "expert_model_parallel_size",
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "moe_permute_fusion",
+)  # fmt: skip
+MEASURED_GPUS = 4
 # Planned memory without its reserve was at most 1.05 times what runs reserved.
 MARGIN = 1.1
 
@@ -129,7 +134,7 @@ def plan_run(
     if gpu_bytes:
         work = replace(work, gpu_bytes=gpu_bytes)
     layout = layout_of(options, world)
-    return RunPlan(work, layout, _is_measured(options, layout, hf_config["model_type"]))
+    return RunPlan(work, layout, _is_measured(options, work, layout, hf_config["model_type"]))
 
 
 def pack_length(options: SftOptions) -> int | None:
@@ -155,6 +160,10 @@ def plan_options(options: SftOptions, world: int, images: Images = ASSUMED_IMAGE
         freeze_aligner=options.vision.freeze_aligner,
         vit_gradient_checkpointing=options.vision.vit_gradient_checkpointing,
         optimizer_offload_fraction=options.optimizer.optimizer_offload_fraction,
+        exp_avg_dtype=options.optimizer.exp_avg_dtype,
+        exp_avg_sq_dtype=options.optimizer.exp_avg_sq_dtype,
+        main_params_dtype=options.optimizer.main_params_dtype,
+        accumulate_allreduce_grads_in_fp32=options.build.accumulate_allreduce_grads_in_fp32,
     )
 
 
@@ -170,6 +179,10 @@ def layout_of(options: SftOptions, world: int) -> GpuLayout:
         options.training.micro_batch_size,
         build.recompute_granularity == "full",
         options.optimizer.optimizer_cpu_offload,
+        build.virtual_pipeline_model_parallel_size or 1,
+        build.decoder_first_pipeline_num_layers,
+        build.decoder_last_pipeline_num_layers,
+        build.recompute_num_layers if build.recompute_method == "block" else None,
     )
 
 
@@ -188,7 +201,6 @@ def _unplanned_flags(options: SftOptions) -> Iterator[str]:
         (options.lora, ADAPTER_FLAGS),
     ):
         yield from (f"--{name}" for name in _changed(group) if name not in planned)
-    yield from (f"--{name}" for name in _changed(options.optimizer) if name in OPTIMIZER_FLAGS)
 
 
 def _unplanned_tower(options: SftOptions, hf_config: HfConfig) -> str | None:
@@ -210,15 +222,15 @@ def _changed(group: object) -> Iterator[str]:
     return (name for name, value in vars(group).items() if value != getattr(default, name))
 
 
-def _is_measured(options: SftOptions, layout: GpuLayout, model_type: str) -> bool:
+def _is_measured(options: SftOptions, work: Workload, layout: GpuLayout, model_type: str) -> bool:
     """Return whether the plan of the activations is held against runs of this kind (docs/plan.md)."""
-    measured = (*NEUTRAL_FLAGS, "expert_model_parallel_size", "moe_permute_fusion")
     return (
         model_type in MEASURED_MODELS
         and layout.gpus <= MEASURED_GPUS
+        and (layout.gpus == 1 or work.tower is None)
         and options.data.packing
         and not options.token_loss.enable_dft_loss  # type: ignore[attr-defined]
-        and all(name in measured for name in _changed(options.build))
+        and all(name in MEASURED_FLAGS for name in _changed(options.build))
     )
 
 

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
+from typing import Any
 
 from .gpu_layout import GpuLayout
 from .memory import Memory, Workload, memory_of_rank
 from .speed import Machine, seconds_per_step
 
 MICRO_BATCHES = 1, 2, 4, 8, 16
+DIVISION = "virtual", "first", "last"
+VIRTUAL = 2, 3, 4  # chunks of a pipeline stage
+UNEVEN = 2  # numbers of layers that are tried for the last stage, those nearest to an even split
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, obj
     powers = [2**power for power in range(11) if 2**power <= gpus]
     values = {
         "tensor": [n for n in powers if n <= machine.per_node and _divides_matrices(work, n)],
-        "pipeline": [n for n in range(1, gpus + 1) if gpus % n == 0 and config.num_layers % n == 0],
+        "pipeline": [n for n in range(1, gpus + 1) if gpus % n == 0 and n <= config.num_layers],
         "context": [n for n in powers if work.length % (2 * n) == 0],
         "expert": [n for n in powers if config.num_moe_experts and config.num_moe_experts % n == 0] or [1],
         "micro_batch": list(MICRO_BATCHES),
@@ -76,7 +80,30 @@ def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, obj
         if gpus % model or gpus % (layout.pipeline * layout.expert) or work.length % (layout.tensor * layout.context):
             continue
         if work.global_batch % (layout.micro_batch * layout.data) == 0:
-            yield layout
+            yield from _divisions(work, layout, pins)
+
+
+def _divisions(work: Workload, layout: GpuLayout, pins: Mapping[str, object]) -> Iterator[GpuLayout]:
+    """Yield the layout with its layers divided evenly, over virtual stages, and with fewer on the last stage."""
+    stages, layers = layout.pipeline, work.config.num_layers
+    divisions: list[tuple[Any, Any, Any]] = [(1, None, None)]  # virtual stages, layers of the first and the last stage
+    if any(name in pins for name in DIVISION):
+        divisions = [(pins.get("virtual", 1), pins.get("first"), pins.get("last"))]
+    elif stages > 1:
+        divisions += [(chunks, None, None) for chunks in VIRTUAL]
+        divisions += [(1, None, last) for last in _last_stages(layers, stages)]
+    for virtual, first, last in divisions:
+        choice = replace(layout, virtual=virtual, first=first, last=last)
+        # megatron-core's interleaved schedule takes as many micro batches as stages at a time.
+        is_interleaved = stages > 1 and layout.micro_batches(work.global_batch) % stages == 0
+        if (virtual == 1 or is_interleaved) and (stages > 1 or first is last is None) and choice.divides(layers):
+            yield choice
+
+
+def _last_stages(layers: int, stages: int) -> Iterator[int]:
+    """Yield numbers of layers of a last stage that has fewer than the others, for the output layer is on it too."""
+    sizes = (layers - middle * (stages - 1) for middle in range(layers // stages + 1, layers))
+    yield from islice((size for size in sizes if size > 0), UNEVEN)
 
 
 def _divides_matrices(work: Workload, tensor: int) -> bool:
@@ -95,4 +122,4 @@ def _memory_choices(layout: GpuLayout, pins: Mapping[str, object]) -> Iterator[G
     for offloads, recomputes in product((False, True), repeat=2):
         choice = {"recomputes": recomputes, "offloads": offloads}
         if all(pins.get(name, value) == value for name, value in choice.items()):
-            yield replace(layout, **choice)
+            yield replace(layout, **choice, recomputed=pins.get("recomputed"))

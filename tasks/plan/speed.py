@@ -8,20 +8,21 @@ from dataclasses import dataclass
 
 from ..observability.flops import Flops
 from .gpu_layout import GpuLayout
-from .memory import BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, Workload, quantized_values
+from .memory import BYTES, Workload, quantized_values
 
 # Share of the peak that products reach: BEST for large matrices, less for a hidden size or expert width near SMALL.
-BEST, SMALL, SMALL_EXPERT = 0.615, 680.0, 650.0
-ATTENTION = 0.55  # share of the peak of attention's kernels, forward and backward
-DISPATCH = 0.95  # share of an expert layer's time in products; the rest is routing and permutation
+BEST, SMALL, SMALL_EXPERT = 0.607, 780.0, 705.0
+ATTENTION = 0.537  # share of the peak of attention's kernels, forward and backward
+SCORED = 0.69  # share of a chat's tokens that are trained on, which alone pass through the output layer
+DISPATCH = 0.817  # share of an expert layer's time in products; the rest is routing and permutation
 # Bytes a second of a GPU: all-gathers and reduce-scatters, all-to-alls with their waits, and links between nodes.
-NVLINK, NVLINK_ALL_TO_ALL, NETWORK = 160e9, 90e9, 40e9
+NVLINK, NVLINK_ALL_TO_ALL, NETWORK = 205e9, 159e9, 40e9
 MEMORY_BANDWIDTH = 3.3e12  # bytes a second that the optimizer's step reaches on an H200
 HOST_PARAMETERS = 4.2e9  # parameters a second of a node's host per 32 cores, optimizer_cpu_offload
 OVERLAP = 0.7  # share of the gradients' exchange that is hidden behind the backward pass
 FP8_SPEEDUP = 1.9  # speed of products, relative to bf16
 QUANTIZATION = 6.7e-12  # seconds to quantize a value of their inputs and outputs, both passes
-LORA_OVERHEAD = 1.3  # adapters add small products
+LORA_OVERHEAD = 1.35  # adapters add small products
 
 
 @dataclass(frozen=True)
@@ -35,62 +36,85 @@ class Machine:
 def seconds_per_step(work: Workload, layout: GpuLayout, machine: Machine) -> float:
     """Return the expected seconds of a step of `work.global_batch` packs."""
     micro_batches = layout.micro_batches(work.global_batch)
-    compute = _compute_seconds(work, layout, machine)
+    stages = _stage_seconds(work, layout, machine)
+    slowest = max(stages)
+    # The other stages are idle while the first and the last micro batches pass through them.
+    passes = micro_batches * slowest + (sum(stages) - slowest) / layout.virtual
+    return passes + _update_seconds(work, layout, machine)
+
+
+def _stage_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> list[float]:
+    """Return the seconds of a micro batch's forward and backward pass on a rank of each pipeline stage."""
+    config, flops = work.config, Flops.of(work.config, work.vocab_size, trained=1.0 if work.lora_rank is None else 0.0)
     exchange = _tensor_seconds(work, layout) + _expert_seconds(work, layout) + _context_seconds(work, layout)
-    stages = micro_batches + layout.pipeline - 1  # idle time at the first and last micro batches included
-    return stages * (compute + exchange) + _update_seconds(work, layout, machine)
+    image_share = work.tower.image_share if work.tower else 0.0
+    visual_tokens = layout.micro_batch * work.length * image_share
+    tower = work.tower.seconds(layout, visual_tokens, machine.peak_flops) if work.tower else 0.0
+    stages = []
+    for layers in layout.stages(config.num_layers):
+        part = len(layers) / config.num_layers
+        compute = _layers_seconds(work, layout, flops, machine, layout.recomputed_share(len(layers)))
+        stages.append(part * (compute + exchange) + tower)
+    stages[-1] += _output_seconds(work, layout, flops, machine, 1 - image_share)
+    return stages
 
 
-def _compute_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
-    """Return the seconds of a micro batch's forward and backward pass on a rank."""
+def _layers_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Machine, recomputed: float) -> float:
+    """Return the seconds of a micro batch in all layers, if one pipeline stage had them.
+
+    recomputed: share of the layers whose forward pass is done twice
+    """
     config = work.config
     trained = 1.0 if work.lora_rank is None else 0.0
-    flops = Flops.of(config, work.vocab_size, trained=trained)
-    passes = 2 + trained + layout.recomputes  # forward, inputs' gradients, weights' gradients, forward again
-    attention_passes = 3 + layout.recomputes
-    share = layout.micro_batch / (layout.tensor * layout.pipeline * layout.context)
-    image_share = work.tower.image_share if work.tower else 0.0
-    matrices = flops.matrix_parameters - flops.output * image_share  # visual tokens are not scored
-    products = passes * 2 * matrices * work.length * share
+    passes = 2 + trained + recomputed  # forward, inputs' gradients, weights' gradients, forward again
+    share = layout.micro_batch / (layout.tensor * layout.context)
+    products = passes * 2 * (flops.matrix_parameters - flops.output) * work.length * share
     documents = work.length / work.document_length
     pairs = flops.forward([work.document_length]) - 2 * flops.matrix_parameters * work.document_length
-    attention = attention_passes * pairs * documents * share
+    attention = (3 + recomputed) * pairs * documents * share
     expert_share = _expert_share(work, flops)
-    dense_rate = BEST * (1 - math.exp(-config.hidden_size / math.sqrt(layout.tensor) / SMALL))
     width = config.moe_ffn_hidden_size or 0
     expert_rate = BEST * DISPATCH * (1 - math.exp(-width / SMALL_EXPERT)) if width else 1.0
     dense = products * (1 - expert_share)
-    seconds = products * expert_share / expert_rate + attention / ATTENTION
+    dense /= FP8_SPEEDUP if work.fp8 else 1.0
+    flops_at_peak = products * expert_share / expert_rate + attention / ATTENTION + dense / _dense_rate(work, layout)
+    seconds = flops_at_peak / machine.peak_flops
     if work.fp8:
-        layers = dense * (1 - flops.output / flops.matrix_parameters)
-        dense += layers * (1 / FP8_SPEEDUP - 1)
-        values = quantized_values(config) * config.num_layers * work.length * share
-        seconds += QUANTIZATION * values * machine.peak_flops
-    seconds += dense / dense_rate
-    seconds *= LORA_OVERHEAD if work.lora_rank is not None else 1.0
-    visual_tokens = layout.micro_batch * work.length * image_share
-    tower = work.tower.seconds(layout, visual_tokens, machine.peak_flops) if work.tower else 0.0
-    return seconds / machine.peak_flops + tower
+        seconds += QUANTIZATION * quantized_values(config) * config.num_layers * work.length * share
+    return seconds * (LORA_OVERHEAD if work.lora_rank is not None else 1.0)
+
+
+def _output_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Machine, text_share: float) -> float:
+    """Return the seconds of a micro batch in the output layer. Visual tokens are not scored."""
+    passes = 3 if work.lora_rank is None else 2
+    tokens = layout.micro_batch * work.length * text_share / (layout.tensor * layout.context)
+    overhead = LORA_OVERHEAD if work.lora_rank is not None else 1.0
+    return overhead * SCORED * passes * 2 * flops.output * tokens / _dense_rate(work, layout) / machine.peak_flops
+
+
+def _dense_rate(work: Workload, layout: GpuLayout) -> float:
+    return BEST * (1 - math.exp(-work.config.hidden_size / math.sqrt(layout.tensor) / SMALL))
 
 
 def _expert_share(work: Workload, flops: Flops) -> float:
-    """Return the share of experts in the matrix products."""
+    """Return the share of experts in the matrix products of layers."""
     config = work.config
     sparse = sum(map(work.is_sparse, range(config.num_layers)))
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 0
     matrices = 3 if config.gated_linear_unit else 2
-    return sparse * matrices * config.hidden_size * config.moe_router_topk * width / flops.matrix_parameters
+    experts = sparse * matrices * config.hidden_size * config.moe_router_topk * width
+    return experts / (flops.matrix_parameters - flops.output)
 
 
-def _stage_bytes(work: Workload, layout: GpuLayout) -> float:
-    """Return the bytes of a micro batch's hidden states, over the layers of a stage."""
+def _hidden_bytes(work: Workload, layout: GpuLayout) -> float:
+    """Return the bytes of a micro batch's hidden states, over all layers."""
     tokens = layout.micro_batch * work.length / layout.context
-    return tokens * work.config.hidden_size * BYTES * work.config.num_layers / layout.pipeline
+    return tokens * work.config.hidden_size * BYTES * work.config.num_layers
 
 
 def _tensor_seconds(work: Workload, layout: GpuLayout) -> float:
     """Return the seconds of four all-gathers or reduce-scatters forward, and six backward, of each layer."""
-    moved = (10 + 4 * layout.recomputes) * _stage_bytes(work, layout) * (layout.tensor - 1) / layout.tensor
+    moved = (10 + 4 * layout.recomputes) * _hidden_bytes(work, layout) * (layout.tensor - 1) / layout.tensor
     return moved / NVLINK
 
 
@@ -98,7 +122,7 @@ def _expert_seconds(work: Workload, layout: GpuLayout) -> float:
     """Return the seconds of two all-to-alls forward and two backward of each layer."""
     if layout.expert == 1:
         return 0.0
-    copies = work.config.moe_router_topk * _stage_bytes(work, layout) / layout.tensor
+    copies = work.config.moe_router_topk * _hidden_bytes(work, layout) / layout.tensor
     return (4 + 2 * layout.recomputes) * copies * (layout.expert - 1) / layout.expert / NVLINK_ALL_TO_ALL
 
 
@@ -109,7 +133,7 @@ def _context_seconds(work: Workload, layout: GpuLayout) -> float:
     config = work.config
     groups = config.num_query_groups or config.num_attention_heads
     keys = 2 * groups * (config.kv_channels or config.hidden_size // config.num_attention_heads) / config.hidden_size
-    return 0.5 * 3 * keys * _stage_bytes(work, layout) / layout.tensor * (layout.context - 1) / NVLINK
+    return 0.5 * 3 * keys * _hidden_bytes(work, layout) / layout.tensor * (layout.context - 1) / NVLINK
 
 
 def _update_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
@@ -123,9 +147,9 @@ def _update_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> floa
     replicas = layout.data * layout.context
     link = NVLINK if layout.gpus <= machine.per_node else NETWORK
     moved = dense * (replicas - 1) / replicas + held_experts * (layout.expert_data - 1) / layout.expert_data
-    exchange = (GRADIENT_BYTES + BYTES) * moved / link * (1 - OVERLAP)
+    exchange = (work.gradient_bytes + BYTES) * moved / link * (1 - OVERLAP)
     updated = dense / replicas + held_experts / layout.expert_data
     on_host = updated * work.offload_fraction if layout.offloads else 0.0
     host_seconds = on_host * min(layout.gpus, machine.per_node) / HOST_PARAMETERS
-    touched = (updated - on_host) * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES + BYTES)
+    touched = (updated - on_host) * (work.gradient_bytes + 2 * work.optimizer_bytes + BYTES)
     return exchange + host_seconds + touched / MEMORY_BANDWIDTH

@@ -13,7 +13,9 @@ from ...bridge.options import BuildOptions
 from ..options import PlanOptions
 from .memory import Fp8, Workload
 from .parameters import count_parameters
-from .tower import IMAGE_SHARE, TowerWork
+from .tower import BYTES, IMAGE_SHARE, TowerWork
+
+TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 def make_workload(hf_config: HfConfig, transformers_config: object, options: PlanOptions) -> Workload:
@@ -40,6 +42,8 @@ def make_workload(hf_config: HfConfig, transformers_config: object, options: Pla
         options.global_batch_size,
         options.lora_rank if has_adapters else None,
         dropout if has_adapters else 0.0,
+        4 if options.accumulate_allreduce_grads_in_fp32 else BYTES,
+        sum(TYPE_BYTES[name] for name in (options.main_params_dtype, options.exp_avg_dtype, options.exp_avg_sq_dtype)),
         options.optimizer_offload_fraction,
         _fp8(config, options),
         _tower(hf_config, options),
