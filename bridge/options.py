@@ -345,6 +345,20 @@ class MoEOptions:
 
 
 @dataclass
+class IndexerOptions:
+    """Sparse attention"""
+
+    dsa_indexer_loss_coeff: Annotated[
+        float,
+        "Weight of the loss of lightning indexers: the divergence of their scores from attention. 0: they are frozen.",
+        "[0, inf)",
+    ] = 0.0
+    dsa_indexer_use_sparse_loss: Annotated[
+        bool, "Indexers learn attention to the keys that they select, instead of attention to all earlier keys."
+    ] = False
+
+
+@dataclass
 class PredictionLayers:
     """Multi-token prediction"""
 
@@ -387,6 +401,13 @@ class CoreOptions:
 
 @dataclass
 class BuildOptions(
-    ParallelOptions, RecomputeOptions, MoEOptions, PredictionOptions, Fp8Options, KernelOptions, CoreOptions
+    ParallelOptions,
+    RecomputeOptions,
+    MoEOptions,
+    IndexerOptions,
+    PredictionOptions,
+    Fp8Options,
+    KernelOptions,
+    CoreOptions,
 ):
     """Everything that the builder reads."""

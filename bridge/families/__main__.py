@@ -34,6 +34,12 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
   (`pip install flash-linear-attention`), and a run without it says so in a warning;
 - documents with more tokens than a lightning indexer selects (`index_topk`) take attention in plain PyTorch, in chunks:
   right and bounded in memory, and no faster than attention to all keys; the others take the kernels of every model;
+- lightning indexers learn with `--dsa_indexer_loss_coeff`, in every layout: the loss of a query is the divergence of
+  the softmax of its indexer's scores from the layer's attention, summed over the heads, over all earlier keys or, with
+  `--dsa_indexer_use_sparse_loss true`, over the selected ones. Its mean over the tokens and the layers with an indexer
+  is logged as `indexer_loss`. Gradients of the other parameters stay the same. To train them alone, as before sparse
+  training of DeepSeek-V3.2, add `--freeze_parameters_ratio 1 --trainable_parameters_regex indexer`: attention is dense
+  for documents with no more than `index_topk` tokens, which config.json may raise;
 - the layers of a GLM-5 that attend to the keys of an earlier layer are in one pipeline stage with it;
 - the groups of Mamba-2 layers divide by TP x CP too; on GPUs their kernel is that of mamba-ssm where it is installed
   (`pip install --no-build-isolation mamba-ssm`);

@@ -10,7 +10,7 @@ from .deepseek_moe import count_dense_layers
 
 Sources = Callable[[HfConfig], tuple[int, ...]]  # config -> SparseAttention.sources
 SPARSE_LIMITS = (
-    "the lightning indexer is frozen and takes no adapters, as in transformers: no loss reaches it",
+    "the lightning indexer takes no adapters, and is frozen without `--dsa_indexer_loss_coeff`",
     "attention_bias",
     "q_lora_rank null",
 )

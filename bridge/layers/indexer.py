@@ -1,8 +1,10 @@
 """Lightning indexer of sparse attention (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1).
 
 A few small heads score each earlier token for each query, and the query attends to the `topk` tokens with the highest
-scores. The choice is not differentiable, so the indexer is frozen: its own loss is not computed.
+scores. The choice is not differentiable: an indexer learns from a loss of its own (indexer_loss.py), or is frozen.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from ..mapping.param_mapping import SparseAttention
+from .attention import select_rows
 from .packed_seqs import Documents, Segments
 from .rope import apply_rotary, slice_rotary
 
@@ -18,8 +21,24 @@ KEY_EPS = 1e-6  # norm of keys; transformers too ignores the eps in config.json 
 MAX_SCORES = 2**25  # in memory at once, in fp32
 
 
+class IndexerStates(NamedTuple):
+    """Heads of an indexer for the queries first, first + 1, ... of the local sequence, and for all keys of segments."""
+
+    query: Tensor  # [queries, batch, heads, dim]
+    key: Tensor  # [keys, batch, dim]
+    weights: Tensor  # [queries, batch, heads] fp32
+    first: int
+
+
+class _Fp32Linear(torch.nn.Linear):
+    """Linear layer without bias that computes in fp32, as in transformers."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.float(), self.weight.float())
+
+
 class Indexer(torch.nn.Module):
-    """Frozen indexer of a layer, replicated on all tensor-parallel ranks. Names are those of transformers' class."""
+    """Indexer of a layer, replicated on all tensor-parallel ranks. Names are those of transformers' class."""
 
     def __init__(self, config: MLATransformerConfig, sparse: SparseAttention, tp_group, cp_group):
         super().__init__()
@@ -31,37 +50,47 @@ class Indexer(torch.nn.Module):
         self.wq_b = torch.nn.Linear(config.q_lora_rank, sparse.heads * sparse.head_dim, bias=False, **settings)
         self.wk = torch.nn.Linear(config.hidden_size, sparse.head_dim, bias=False, **settings)
         self.k_norm = torch.nn.LayerNorm(sparse.head_dim, eps=KEY_EPS, **settings)
-        self.weights_proj = torch.nn.Linear(config.hidden_size, sparse.heads, bias=False, **settings)
-        self.requires_grad_(False)
+        self.weights_proj = _Fp32Linear(config.hidden_size, sparse.heads, bias=False, **settings)
+        self.requires_grad_(bool(config.dsa_indexer_loss_coeff))
+        for parameter in self.parameters():
+            # With sequence parallelism each rank has different queries, so the gradients are summed over the ranks.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    @torch.no_grad()
-    def forward(self, hidden: Tensor, latent_query: Tensor, documents: Documents, segments: Segments) -> Tensor:
-        """Select the keys of each query: [sequence, batch, topk] int32, indices into the keys of its segment.
+    def forward(self, hidden: Tensor, latent_query: Tensor, documents: Documents, segments: Segments) -> IndexerStates:
+        """Return the heads of this rank's queries and of all keys.
 
         hidden [sequence (/ TP under sequence parallelism), batch, hidden_size] and latent_query [..., q_lora_rank] are
-        the inputs of attention and of its query heads. Queries of segments with no more than topk keys get zeros.
-        A tensor-parallel rank with a part of the sequence selects for it, and gathers what the others have selected.
+        the inputs of attention and of its query heads.
         """
         rows = len(hidden)
         first = self.tp_group.rank() * rows if self.sequence_parallel else 0
         rotary = slice_rotary(documents.rotary[0], first, first + rows, interleaved=self.sparse.interleaved)
         query = apply_rotary(self.wq_b(latent_query).unflatten(-1, (self.sparse.heads, -1)), rotary)
         key = apply_rotary(self.k_norm(self.wk(hidden)).unsqueeze(2), rotary).squeeze(2)
-        # transformers too has these in fp32: they multiply the scores of all keys.
-        weights = F.linear(hidden.float(), self.weights_proj.weight.float()) * self.sparse.heads**-0.5
+        weights = self.weights_proj(hidden) * self.sparse.heads**-0.5
         if self.sequence_parallel:
             key = tensor_parallel.gather_from_sequence_parallel_region(key, group=self.tp_group)
         if segments.key_index is not None:
             if self.cp_group.size() > 1:
                 key = tensor_parallel.gather_from_sequence_parallel_region(key, group=self.cp_group)
-            key = key.index_select(0, segments.key_index)
-        selection = self._select(query, key, weights, segments, first)
+            key = select_rows(key, segments.key_index)
+        return IndexerStates(query, key, weights, first)
+
+    @torch.no_grad()
+    def select(self, states: IndexerStates, segments: Segments) -> Tensor:
+        """Return the keys of each query: [sequence, batch, topk] int32, indices into the keys of its segment.
+
+        Queries of segments with no more than topk keys get zeros. A tensor-parallel rank with a part of the sequence
+        selects for it, and gathers what the others have selected.
+        """
+        selection = self._select(states, segments)
         if self.sequence_parallel:
             selection = tensor_parallel.gather_from_sequence_parallel_region(selection, group=self.tp_group)
         return selection
 
-    def _select(self, query: Tensor, key: Tensor, weights: Tensor, segments: Segments, first: int) -> Tensor:
-        """Select for the queries first, first + 1, ... of the local sequence, of which `query` and `weights` are."""
+    def _select(self, states: IndexerStates, segments: Segments) -> Tensor:
+        """Select for the queries of `states`."""
+        query, key, weights, first = states
         count, batch = query.shape[:2]
         selection = torch.zeros(count, batch, self.sparse.topk, dtype=torch.int32, device=query.device)
         start = 0
@@ -82,7 +111,15 @@ class Indexer(torch.nn.Module):
 
         query [queries, batch, heads, dim], key [keys, batch, dim], weights [queries, batch, heads].
         """
-        scores = torch.einsum("qbhd,kbd->qbhk", query.float(), key.float()) * self.sparse.head_dim**-0.5
-        scores = torch.einsum("qbhk,qbh->qbk", scores.relu_(), weights)
+        scores = score_keys(query, key, weights)
         future = torch.ones(len(query), len(key), dtype=torch.bool, device=key.device).triu(position + 1)
         return scores.masked_fill_(future.unsqueeze(1), -torch.inf).topk(self.sparse.topk, sorted=False).indices.int()
+
+
+def score_keys(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """Return the score of each key for each query, fp32 [queries, batch, keys].
+
+    query [queries, batch, heads, dim], key [keys, batch, dim], weights [queries, batch, heads].
+    """
+    scores = torch.einsum("qbhd,kbd->qbhk", query.float(), key.float()) * query.shape[-1] ** -0.5
+    return torch.einsum("qbhk,qbh->qbk", scores.relu_(), weights)

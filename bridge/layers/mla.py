@@ -173,6 +173,7 @@ class LatentAttention(MegatronModule):
             context = tensor_parallel.checkpoint(attend, False, query, key, value)
         else:
             context = self._attend(query, key, value, documents, selection)
+        context = self._attach_loss(context, query, key, documents, selection)
         if checkpoint is not None:
             checkpoint.discard_output_and_register_recompute(context)
         output, _ = self.linear_proj(context)
@@ -197,13 +198,15 @@ class LatentAttention(MegatronModule):
         rotated_key = self.core_attention.rotate(rope_key.unsqueeze(2), documents).expand(-1, -1, self.heads, -1)
         return query, torch.cat((key, rotated_key), dim=-1), value.contiguous()
 
-    def _select(self, hidden_states: Tensor, query_source: Tensor, documents: Documents) -> Tensor | None:
+    def _select(self, hidden_states: Tensor, query_source: Tensor, documents: Documents) -> Any:
         """Return the keys that each query attends to, for `_attend`; None: all of its document, up to itself."""
         return None
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, selection: Tensor | None
-    ) -> Tensor:
+    def _attach_loss(self, context: Tensor, query: Tensor, key: Tensor, documents: Documents, selection: Any) -> Tensor:
+        """Return the attention output, which in the backward pass starts that of a loss of the layer's own."""
+        return context
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, selection: Any) -> Tensor:
         """Return the attention output, [sequence, batch, heads * v_head_dim]."""
         # Some kernels need values as wide as keys: pad with zeros, and slice the output.
         pads = self.core_attention.kernel in ("transformer_engine", "varlen")

@@ -211,6 +211,7 @@ class Documents(PackedSeqParams):
     rotary: tuple[RotaryTables, ...] = ()  # for each of Architecture.ropes
     positions: Tensor | None = None  # [sequence, batch], within documents
     next_positions: Tensor | None = None  # see `next_positions`; for mtp.py
+    token_shares: Tensor | None = None  # [sequence, batch] fp32: 1 / number of the batch's tokens, 0 for padding
     delta_layout: Any = None  # DeltaLayout of delta_rule.py
     selections: dict[int, Tensor] = field(default_factory=dict)  # selected keys by layer: see sparse_attention.py
     media: Any = None  # MediaFeatures of deepstack.py, on a stage that takes any

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from .. import runtime
@@ -86,6 +87,12 @@ def transformer_config(
         **fp8.transformer_args(options),
         **_recompute_settings(options, kernels, options.attention_backend),
     }
+    if architecture.sparse and options.dsa_indexer_loss_coeff:
+        settings |= {
+            "dsa_indexer_loss_coeff": options.dsa_indexer_loss_coeff,
+            "dsa_indexer_use_sparse_loss": options.dsa_indexer_use_sparse_loss,
+            "experimental_attention_variant_loss_scale_func": DSAIndexerLossAutoScaler.set_loss_scale,
+        }
     if "num_moe_experts" in settings:
         settings |= _moe_settings(options, kernels, settings)
     if kernels.attention == "transformer_engine":

@@ -30,6 +30,7 @@ class ModelInputs:
     max_seqlen: int  # length of the longest document
     labels: Tensor | None = None  # [rows, local length] int64
     loss_weights: Tensor | None = None  # [rows, local length] fp32: weights of the labels
+    token_shares: Tensor | None = None  # [rows, local length] fp32: 1 / number of all tokens, 0 for padding
     loss_positions: Tensor | None = None  # [n] int64, CPU: scored indices into rows * local length; None: all
     experts: Tensor | None = None  # [local length, layers, topk] int16, CPU: experts to replay; -1: the router's choice
     # [3, rows, local length] int64: positions of time, height and width for the ropes; None: position_ids
@@ -136,6 +137,8 @@ class Model:
             prefixes=() if inputs.prefixes is None else inputs.prefixes.tolist(),
             blocks=() if inputs.blocks is None else inputs.blocks.tolist(),
         )
+        if inputs.token_shares is not None:
+            documents.token_shares = inputs.token_shares.t()
         if inputs.loss_positions is not None:
             documents.loss_positions = to_device(inputs.loss_positions, device)
         rows, length = inputs.position_ids.shape

@@ -21,6 +21,7 @@ def unshared_reason(architecture: Architecture, options: BuildOptions) -> str:
     reasons = {
         "context parallelism": options.context_parallel_size > 1,
         "experts with a balancing loss, a z-loss, a capacity or a score bias": counts_tokens,
+        "a loss of indexers": options.dsa_indexer_loss_coeff,
         "dropout": options.attention_dropout or options.hidden_dropout,
         "multi-token prediction": architecture.mtp_depths,
         "layers that are not attention": any(layer.mixer != "attention" for layer in architecture.layers),

@@ -74,6 +74,12 @@ def freeze(
     if named and named <= untrainable:
         raise ValueError(f"--trainable_parameters: no loss reaches {_example(named)}, which is frozen. Name others")
     frozen = frozen - named | untrainable
+    indexers = {weight for weight in names_by_weight if ".indexer." in weight.name}
+    if model.config.dsa_indexer_loss_coeff and indexers <= frozen:
+        raise ValueError(
+            f"--dsa_indexer_loss_coeff {model.config.dsa_indexer_loss_coeff:g}: --freeze_parameters (or its regex, or "
+            "ratio) freezes all indexers. Remove it, or name them by --trainable_parameters_regex indexer"
+        )
     if frozen == names_by_weight.keys():
         raise ValueError(
             "--freeze_parameters (or its regex, or ratio; --freeze_llm, --freeze_vit, --freeze_aligner) leaves nothing "

@@ -23,6 +23,7 @@ from .agreement import drop_second_model
 from .data import check_data, check_media, check_paths, check_system
 from .extra_kwargs import check_core_settings, check_engine_settings
 from .generation import as_flag, check_key
+from .indexer import check_indexer
 from .lora import check_adapters, check_base, check_tuner, set_base_model
 from .memory import check_memory
 from .model import (
@@ -74,6 +75,7 @@ def check_training(
     _check_fp8(options, gpus)
     check_pipeline(options.build)
     check_core_settings(options, model)
+    check_indexer(options, model)
     if options.tuner.has_adapters:
         notes += check_base(options, options, model)
         notes += check_adapters(options, sources, config_with_head(options, model))

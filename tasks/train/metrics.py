@@ -12,7 +12,9 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch import Tensor
 
 from ...bridge import runtime
+from ...bridge.layers.indexer_loss import METRIC as INDEXER_LOSS
 from ...bridge.mapping.param_mapping import Architecture
+from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 from ..observability.flops import Flops
 from ..run.context import encoder_rank
@@ -23,9 +25,9 @@ from .step import AsyncScalars, TrainState, sum_over_ranks
 Reduced = Callable[[], tuple[dict[str, float], float, float]]
 
 
-def load_balancing(training: TrainState) -> dict[str, Tensor]:
-    """Return and clear the routers' auxiliary losses, summed over this rank's layers and micro batches."""
-    if training.model.config.num_moe_experts is None:
+def auxiliary_losses(training: TrainState) -> dict[str, Tensor]:
+    """Return and clear the losses of routers and of indexers, summed over this rank's layers and micro batches."""
+    if not _has_auxiliary_losses(training):
         return {}
     tracker, data_parallel = get_moe_metrics_tracker(), training.model.groups.dp.size()
     sums = {}
@@ -35,6 +37,10 @@ def load_balancing(training: TrainState) -> dict[str, Tensor]:
         sums[name] = entry.values.sum() * (share if entry.needs_dp_avg else data_parallel)
     tracker.clear()
     return sums
+
+
+def _has_auxiliary_losses(training: TrainState) -> bool:
+    return training.model.config.num_moe_experts is not None or training.model.architecture.sparse is not None
 
 
 @dataclass
@@ -160,8 +166,7 @@ class MetricsAccumulator:
         return wait
 
     def _balancing_means(self, training: TrainState) -> AsyncScalars | None:
-        config = training.model.config
-        if config.num_moe_experts is None:
+        if not _has_auxiliary_losses(training):
             return None
         if not self.names_are_gathered:  # pipeline stages differ in their layers
             names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -172,12 +177,20 @@ class MetricsAccumulator:
             )
         if not self.balancing_names:
             return None
-        frequency = config.moe_layer_freq
-        pattern = frequency if isinstance(frequency, list) else [n % frequency == 0 for n in range(config.num_layers)]
         # Tensor- and context-parallel ranks hold shares of one value, data-parallel ranks hold different values.
-        divisor = sum(map(bool, pattern)) * self.micro_batches * self.groups.dp.size()
+        values = self.micro_batches * self.groups.dp.size()
         vector = torch.zeros(len(self.balancing_names), dtype=torch.float64, device=runtime.device())
         for index, name in enumerate(self.balancing_names):
-            vector[index] = self.balancing.get(name, 0.0)
+            vector[index] = self.balancing.get(name, 0.0) / (values * _count_layers(training.model, name))
         dist.all_reduce(vector)
-        return AsyncScalars(vector / divisor)
+        return AsyncScalars(vector)
+
+
+def _count_layers(model: Model, name: str) -> int:
+    """Return the number of layers that have an auxiliary loss."""
+    config, sparse = model.config, model.architecture.sparse
+    if name == INDEXER_LOSS and sparse:
+        return len(set(sparse.sources)) + model.architecture.mtp_depths
+    frequency = config.moe_layer_freq
+    pattern = frequency if isinstance(frequency, list) else [n % frequency == 0 for n in range(config.num_layers)]
+    return sum(map(bool, pattern))

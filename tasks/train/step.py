@@ -390,6 +390,7 @@ def _inputs(batch: Batch, positions: Tensor | None, media: MediaFeatures | None,
         max_seqlen=batch.max_seqlen,
         labels=batch.labels,
         loss_weights=batch.loss_weights,
+        token_shares=batch.token_shares,
         loss_positions=positions,
         experts=batch.experts if replays else None,
         rope_positions=batch.rope_positions,
@@ -444,7 +445,7 @@ def _to_device(batch: Batch) -> Batch:
     device = runtime.device()
     if device.type == "cpu":
         return batch
-    names = "tokens", "labels", "loss_weights", "position_ids", "rope_positions", "channels"
+    names = "tokens", "labels", "loss_weights", "token_shares", "position_ids", "rope_positions", "channels"
     tensors = {name: tensor for name in names if (tensor := getattr(batch, name)) is not None}
     device_batches = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
     return dataclasses.replace(batch, **device_batches)

@@ -13,7 +13,7 @@ from ..observability.run_logger import RunLog, Start, Waiting
 from ..run.args_json import SECRET
 from ..run.context import Run
 from .callbacks import Callback, StepRecord
-from .metrics import MetricsAccumulator, Reduced, load_balancing
+from .metrics import MetricsAccumulator, Reduced, auxiliary_losses
 from .objective import Objective
 from .step import AsyncScalars, StepTimer, TrainState, sum_over_ranks
 from .step_times import StepTimes
@@ -105,7 +105,7 @@ class StepLogger(Callback):
             self.log.note(f"step {record.step}: no update (--iterations_to_skip)")
         if record.result.is_overflow:
             self.log.note(f"step {record.step}: no update, fp16's gradients overflow; their scale is lowered")
-        self.metrics.add(record.batches, record.metrics, self._flops, load_balancing(self._state))
+        self.metrics.add(record.batches, record.metrics, self._flops, auxiliary_losses(self._state))
         is_due, loop, sums = self.log.due(record.step), self._objective.loop, self.metrics
         first = not is_due and record.step == self._first
         self._deferred = _Deferred(

@@ -27,6 +27,8 @@ def choose_trained(model: Model, run: Run) -> list[str]:
     Every rank calls this; errors reach every rank.
     """
     options, names = run.options, tensor_names(run.model_folder)
+    if (coeff := options.build.dsa_indexer_loss_coeff) and model.architecture.sparse is None:
+        raise ValueError(f"--dsa_indexer_loss_coeff {coeff:g}: the model has no lightning indexer. Remove it")
     if options.tuner.has_adapters:
         settings = run_on_all_ranks(lambda: _settings(run, model))
         run_on_all_ranks(

@@ -56,6 +56,7 @@ class Batch(TensorDataclass):
     tokens: Tensor  # [rows, local_length] int64
     labels: Tensor  # [rows, local_length] int64: next token of the same document; 0 where loss_weights is 0
     loss_weights: Tensor  # [rows, local_length] float32: 0 on a document's last token, padding and untrained tokens
+    token_shares: Tensor  # [rows, local_length] float32: 1 / number of tokens in the full rows; 0 for padding
     position_ids: Tensor  # [rows, local_length] int64, from 0 in every document or after its prefix
     cu_seqlens: Tensor | None  # [documents + 1] int32, boundaries in the full row, padding included; None: padded rows
     max_seqlen: int  # longest document between those boundaries
@@ -356,14 +357,17 @@ class BatchLayout:
 
         spans = np.diff(boundaries)
         positions = np.arange(row_length) - np.repeat(boundaries[:-1], spans)
+        shares = self._token_shares(samples, row_length)
         index = None
         if self.context_parallel_size > 1:
             index = np.flatnonzero(self._context_ranks(boundaries) == self.context_parallel_rank)
-            tokens, labels, weights, positions = tokens[:, index], labels[:, index], weights[:, index], positions[index]
+            tokens, labels, weights, shares = (x[:, index] for x in (tokens, labels, weights, shares))
+            positions = positions[index]
         return Batch(
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
             loss_weights=torch.from_numpy(weights),
+            token_shares=torch.from_numpy(shares),
             position_ids=torch.from_numpy(np.tile(positions, (len(tokens), 1))),
             cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)) if self.padding_free else None,
             max_seqlen=int(spans.max()),
@@ -371,6 +375,20 @@ class BatchLayout:
             loss_tokens=loss_tokens,
             lengths=lengths,
         )
+
+    def _token_shares(self, samples: Sequence[PackedSample], row_length: int) -> np.ndarray:
+        """Return the share of each position in the tokens of the rows: float32 [rows, row_length]; 0 for padding."""
+        lengths = np.array([len(ids) for sample in samples for ids, _ in sample], np.int64)
+        if self.padding_free:
+            changes = np.zeros(row_length + 1, np.int64)
+            starts = self._starts(samples)
+            np.add.at(changes, starts, 1)
+            np.add.at(changes, starts + lengths, -1)
+            is_token = changes.cumsum()[None, :-1] > 0
+        else:
+            rows = np.array([sum(len(ids) for ids, _ in sample) for sample in samples], np.int64)
+            is_token = np.arange(row_length) < rows[:, None]
+        return is_token.astype(np.float32) / max(int(lengths.sum()), 1)
 
     def _context_ranks(self, boundaries: np.ndarray) -> np.ndarray:
         """Return the context-parallel rank that holds each position of a row with these documents."""

@@ -262,7 +262,7 @@ def test_reasons_are_short_and_fixes_name_flags() -> None:
     assert {flag for text in texts for flag in re.findall(r"--(\w+[a-z])\b", text)} - known == set()
 
 
-@pytest.mark.parametrize("words", ["--dsa_indexer_loss_coeff 0.0", "--num_beams 1.0", "--main_grads_dtype fp32"])
+@pytest.mark.parametrize("words", ["--moe_router_bias_update_rate 0.0", "--num_beams 1.0", "--main_grads_dtype fp32"])
 def test_values_that_ask_for_nothing(words: str) -> None:
     assert read(*words.split())[2] == []
     assert "no support for" in refusal(words.split()[0], "0.5")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megaswift.bridge.layers import indexer, sparse_attention
-from megaswift.bridge.layers.indexer import Indexer
+from megaswift.bridge.layers.indexer import Indexer, IndexerStates
 from megaswift.bridge.layers.packed_seqs import make_segments
 from megaswift.bridge.mapping.param_mapping import SparseAttention
 from megaswift.bridge.model.config import _check_selections
@@ -26,13 +26,14 @@ def select(query, key, weights, bounds, *, chunks):
         use_cpu_initialization=True,
         params_dtype=torch.float32,
         sequence_parallel=False,
+        dsa_indexer_loss_coeff=None,
     )
     module = Indexer(config, SPARSE, None, None)  # type: ignore[arg-type]
     segments = make_segments(bounds, 0, 1, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         if chunks:
             patch.setattr(indexer, "MAX_SCORES", 5 * SPARSE.heads * 40)
-        return module._select(query, key, weights, segments, 0)
+        return module.select(IndexerStates(query, key, weights, 0), segments)
 
 
 def masks(query, key, weights, bounds):

@@ -337,3 +337,15 @@ def test_a_frozen_matrix_has_no_product_for_its_gradient(family, alone):
     assert backward() == 2 * once + head
     freeze(model, config, TrainableOptions(freeze_parameters_ratio=1.0, trainable_parameters=["model.embed_tokens"]))
     assert backward() == once + head
+
+
+def test_an_indexer_with_a_loss_is_trained(alone):
+    options = BuildOptions(dsa_indexer_loss_coeff=0.1)
+    config = tiny.config("deepseek_v32").to_dict() | {"architectures": ["DeepseekV32ForCausalLM"]}
+    model = build_model(config, options, torch.float32)
+    freeze(model, config, TrainableOptions(freeze_parameters_ratio=1.0, trainable_parameters_regex=r"indexer\.wk"))
+    names = {name for name, parameter in model.chunks[0].named_parameters() if parameter.requires_grad}
+    assert names == {f"decoder.layers.{layer}.self_attention.indexer.wk.weight" for layer in range(4)}
+    every = TrainableOptions(freeze_parameters_regex="indexer")
+    with pytest.raises(ValueError, match=r"--dsa_indexer_loss_coeff 0.1: --freeze_parameters .* freezes all indexers"):
+        freeze(build_model(config, options, torch.float32), config, every)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-
 from tests import prepared, tiny
+from tests.bridge.families.worker import tensors_of
 from tests.tasks.report.pages import Page
 
 pytestmark = pytest.mark.slow
@@ -248,6 +248,25 @@ def test_experts_report_their_balance(place):
     assert trace.name == "steps-2-2-rank-1.json"
     assert "aten::mm" in json.dumps(json.loads(trace.read_text())["traceEvents"])
     assert "aten::mm" in trace.with_suffix(".txt").read_text()
+
+
+def test_indexers_learn_their_attention(place):
+    """The warm-up of DeepSeek-V3.2: they alone are trained."""
+    model = tiny.save(place / "deepseek_v32", "deepseek_v32", num_nextn_predict_layers=0)
+    tiny.save_tokenizer(model)
+    megatron(
+        place,
+        f"sft --model deepseek_v32 --dataset train.jsonl --packing true --max_length 64 {COMMON} --train_iters 8 "
+        "--lr 3e-2 --lr_decay_style constant --freeze_parameters_ratio 1 --trainable_parameters_regex indexer "
+        "--dsa_indexer_loss_coeff 1 --output_dir indexers",
+    )
+    folder = run_folder(place / "indexers")
+    values = [row["indexer_loss"] for row in log_of(folder) if "loss" in row]
+    assert values[-1] < 0.5 * values[0]
+    before, after = (tensors_of(path) for path in (model, folder / "last"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name].to(after[name].dtype), after[name])}
+    assert changed == {name for name in before if ".indexer." in name}
 
 
 def test_sgd_in_half_precision_says_what_it_skips(place):
