@@ -36,7 +36,6 @@ SUPPORTED = {
     "mamba_hidden_act": ("silu", "swish"),
     "mamba_proj_bias": (False,),
     "mlp_bias": (False,),
-    "moe_latent_size": (),
     "n_shared_experts": (1,),
     "residual_in_fp32": (False,),
     "sliding_window": (),
@@ -91,6 +90,7 @@ def architecture(config: HfConfig) -> Architecture:
             dt_limits=(limits[0], limits[1]),
         ),
         routing=routing,
+        expert_latent=config.get("moe_latent_size") if moe else None,
         passthrough=r"mtp\.",
         module_names=((r"^backbone\.", "model."),),
     )
@@ -130,6 +130,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
     config = _read_layers(config)
     mamba, attention, mlp, moe = (_layers_of(config, kind) for kind in MIXERS)
     conv_bias = [("conv1d.bias", "self_attention.conv1d.bias", CONVOLVED, mamba)] if config["use_conv_bias"] else []
+    latent_projections = ("fc1_latent_proj", "fc2_latent_proj") if config.get("moe_latent_size") else ()
     rows = [
         ("norm.weight", "input_layernorm.weight", REPLICATED, mamba + attention),
         ("norm.weight", "pre_mlp_layernorm.weight", REPLICATED, mlp + moe),
@@ -146,6 +147,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
         ("mixer.gate.weight", "mlp.router.weight", REPLICATED, moe),
         ("mixer.experts.{expert}.up_proj.weight", "mlp.experts.linear_fc1.weight", COLUMN, moe),
         ("mixer.experts.{expert}.down_proj.weight", "mlp.experts.linear_fc2.weight", ROW, moe),
+        *((f"mixer.{name}.weight", f"mlp.{name}.weight", REPLICATED, moe) for name in latent_projections),
         ("mixer.shared_experts.up_proj.weight", "mlp.shared_experts.linear_fc1.weight", COLUMN, moe),
         ("mixer.shared_experts.down_proj.weight", "mlp.shared_experts.linear_fc2.weight", ROW, moe),
     ]
@@ -165,11 +167,10 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="nemotron_h",
     architectures=("NemotronHForCausalLM",),
-    models="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
+    models="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super",
     architecture=architecture,
     mappings=mappings,
     limits=(
-        "moe_latent_size (Nemotron 3 Super and Ultra)",
         "attention_bias, mlp_bias, mamba_proj_bias and use_bias",
         "residual_in_fp32, sliding_window and tie_word_embeddings, which transformers' class ignores",
         *LIMITS,

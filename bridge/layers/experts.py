@@ -124,8 +124,9 @@ class GroupedExperts(MegatronModule):
         allreduce = not (pg_collection.ep.size() > 1 or ranks.size() != pg_collection.tp.size())
         build = partial(_StackedLinear, config, num_local_experts, allreduce=allreduce, ranks=ranks)
         gates = 2 if config.gated_linear_unit else 1
-        self.linear_fc1 = build(config.hidden_size, gates * width, split_dim=1)
-        self.linear_fc2 = build(width, config.hidden_size, split_dim=2)
+        size = config.architecture.expert_latent or config.hidden_size  # type: ignore[attr-defined]
+        self.linear_fc1 = build(size, gates * width, split_dim=1)
+        self.linear_fc2 = build(width, size, split_dim=2)
         self.recompute_activation = config.recompute_granularity == "selective" and "moe_act" in (
             config.recompute_modules or []
         )
@@ -157,7 +158,7 @@ class GroupedExperts(MegatronModule):
         return x if probs is None else (x * probs).to(x.dtype)
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """rows [rows, hidden_size], sorted by expert; tokens_per_expert [experts]; probs [rows] -> shape of rows."""
+        """rows [rows, input size], sorted by expert; tokens_per_expert [experts]; probs [rows] -> shape of rows."""
         # Grouped products need a GPU, bf16, at least one row, and matrix rows of a multiple of 16 bytes. Otherwise a
         # loop over the experts.
         is_grouped = self.config.moe_grouped_gemm and rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows) > 0

@@ -14,11 +14,16 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from .mla import ReplicatedLinear
 from .router import Router
 
 
 class ExpertLayer(MoELayer):
-    """megatron-core's MoE layer, with the dispatcher below if `config.fuses_permutation`."""
+    """megatron-core's MoE layer, with the dispatcher below if `config.fuses_permutation`.
+
+    With `Architecture.expert_latent` the routed experts work on a projection of the input, and the sum of their outputs
+    is projected back (LatentMoE of Nemotron 3). megatron-core has this with Transformer Engine only.
+    """
 
     def __init__(self, config: TransformerConfig, *args, pg_collection: ProcessGroupCollection | None = None, **kwargs):
         groups = pg_collection or get_default_pg_collection()
@@ -28,6 +33,22 @@ class ExpertLayer(MoELayer):
             self.token_dispatcher = Dispatcher(self.num_local_experts, self.local_expert_indices, config, groups)
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if size := config.architecture.expert_latent:  # type: ignore[attr-defined]
+            self.fc1_latent_proj = ReplicatedLinear(config, config.hidden_size, size)
+            self.fc2_latent_proj = ReplicatedLinear(config, size, config.hidden_size)
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        if self.fc1_latent_proj is not None:
+            hidden_states = self.fc1_latent_proj(hidden_states)
+        return super().preprocess(hidden_states, probs, routing_map)
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        if self.fc2_latent_proj is None:
+            return super().postprocess(output, shared_expert_output)
+        assert self.token_dispatcher is not None
+        output = self.fc2_latent_proj(self.token_dispatcher.combine_postprocess(output))
+        return output if shared_expert_output is None else output + shared_expert_output
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):

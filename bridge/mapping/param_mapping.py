@@ -217,6 +217,7 @@ class Architecture:
     mamba: Mamba | None = None  # sizes of the layers with this mixer
     sparse: SparseAttention | None = None  # requires multi_latent_attention
     expert_bias: bool = False  # biases of both linear layers of each expert
+    expert_latent: int | None = None  # width of the experts' inputs and outputs; None: that of the layer
     routing: Routing | None = None  # None: the moe_router settings in `transformer` suffice
     mtp_depths: int = 0  # layers of multi-token prediction to build; see layers/mtp.py
     num_labels: int | None = None  # of a score head that replaces the output layer; see sequence_classification.py

@@ -95,6 +95,11 @@ def transformer_config(
         }
     if "num_moe_experts" in settings:
         settings |= _moe_settings(options, kernels, settings)
+        if architecture.expert_latent and settings["moe_shared_expert_overlap"]:
+            raise ValueError(
+                "--moe_shared_expert_overlap true: the shared expert of this model has another input than the experts "
+                "that are dispatched (moe_latent_size). Remove it"
+            )
     if kernels.attention == "transformer_engine":
         settings["attention_backend"] = kernels.attention_backend(options)
     settings |= options.megatron_extra_kwargs  # pyright: ignore[reportAssignmentType]

@@ -105,9 +105,10 @@ class Flops:
         if sizes.num_moe_experts:
             frequency = sizes.moe_layer_freq
             pattern = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(len(layers))]
-            expert_width = sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or dense_ffn)
-            expert_width += sizes.moe_shared_expert_intermediate_size or 0
-            sparse = hidden * sizes.num_moe_experts + matrices * hidden * expert_width
+            latent = sizes.architecture.expert_latent  # type: ignore[attr-defined]
+            routed = matrices * (latent or hidden) * sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or dense_ffn)
+            shared = matrices * hidden * (sizes.moe_shared_expert_intermediate_size or 0)
+            sparse = hidden * sizes.num_moe_experts + routed + shared + 2 * hidden * (latent or 0)
         mixers = {"attention": lambda layer: attention_of(layer)[0], "none": lambda layer: 0}
         mixers |= {"gated_delta_net": lambda layer: _delta_net(sizes), "mamba": lambda layer: _mamba(sizes)}
         parameters = sum(mixers[layer.mixer](layer) for layer in layers)

@@ -128,5 +128,5 @@ def _count(
         raise ValueError(f"the shape of {name} ({', '.join(entry.hf)}) is not known without the weights")
     # transformers stacks the experts of a layer, which checkpoints have one by one.
     arguments = architecture.transformer
-    size = arguments["hidden_size"] * arguments["moe_ffn_hidden_size"]
+    size = (architecture.expert_latent or arguments["hidden_size"]) * arguments["moe_ffn_hidden_size"]
     return size * (2 if arguments.get("gated_linear_unit") and "linear_fc1" in key.name else 1)

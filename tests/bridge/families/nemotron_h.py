@@ -1,4 +1,4 @@
-"""Nemotron-H: Mamba-2 layers, attention, an MLP and experts by turns; or no experts, and no bias of the convolution."""
+"""Nemotron-H: Mamba-2 layers, attention, an MLP and experts by turns; experts on latents; no experts, fewer biases."""
 
 from functools import partial
 
@@ -70,6 +70,14 @@ TINY = {
         means=MEANS,
         stds=STDS,
         faults=FAULTS,
+        fp32=BIAS,
+    ),
+    "latent": Tiny(
+        partial(config, layers_block_type=["linear_attention", "moe", "full_attention", "moe"], moe_latent_size=28),
+        layouts=("TP2 SP EP2", "PP2", "CP2", "TP2 SP recompute"),
+        means=MEANS,
+        stds=STDS,
+        faults={"latents of other channels": rolled("fc1_latent_proj")},
         fp32=BIAS,
     ),
     # As older files name the layers.

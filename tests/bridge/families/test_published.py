@@ -38,9 +38,9 @@ def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
     mixed = 2 * keys * of.get("linear_key_head_dim", 0) + values * of.get("linear_value_head_dim", 0)
     attended = heads * (of["v_head_dim"] if latent else head)
     turning, plain = of.get("qk_pos_emb_head_dim", 0), of.get("qk_head_dim", 0)
-    inner = of["ffn_hidden_size"]
+    inner, outer = of["ffn_hidden_size"], hidden
     if ".experts." in name:
-        inner = of["moe_ffn_hidden_size"]
+        inner, outer = of["moe_ffn_hidden_size"], about.expert_latent or hidden
     elif ".shared_experts" in name:
         inner = of["moe_shared_expert_intermediate_size"]
     normed = {
@@ -62,8 +62,10 @@ def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
         "in_proj": (mixed + values * (of.get("linear_value_head_dim", 0) + 2), hidden),
         "conv1d": (mixed, 1, of.get("linear_conv_kernel_dim")),
         "out_proj": (hidden, values * of.get("linear_value_head_dim", 0)),
-        "linear_fc1": ((2 if of["gated_linear_unit"] else 1) * inner, hidden),
-        "linear_fc2": (hidden, inner),
+        "linear_fc1": ((2 if of["gated_linear_unit"] else 1) * inner, outer),
+        "linear_fc2": (outer, inner),
+        "fc1_latent_proj": (about.expert_latent, hidden),
+        "fc2_latent_proj": (hidden, about.expert_latent),
         "router": (of.get("num_moe_experts"), hidden),
         "eh_proj": (hidden, 2 * hidden),
         **indexer_sizes(about),

@@ -93,7 +93,9 @@ CASES = {
     "Moonlight": Case("deepseek_v3 Moonlight", rf"{DENSE}|.+\.(q|\d+\.\w+)_proj", by_hand=True),
     "shared experts": Case("qwen2_moe", r".+_proj", by_hand=True),
     "Mamba-2": Case("nemotron_h dense", r".+\.(in|q|k|v|o|up|down)_proj"),
-    "Mamba-2 and experts": Case("nemotron_h", r".+\.(in|q|k|v|o)_proj|.+(mixer|shared_experts)\.(up|down)_proj"),
+    "Mamba-2 and experts": Case(
+        "nemotron_h latent", r".+\.(in|q|k|v|o|fc[12]_latent)_proj|.+shared_experts\.(up|down)_proj"
+    ),
     "hybrid": Case("qwen3_next", r".+_proj(_qkvz|_ba)?", by_hand=True),
     "experts and routers": Case(
         "mixtral",

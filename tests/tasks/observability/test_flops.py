@@ -21,7 +21,7 @@ SIZES = {
     "moe_shared_expert_intermediate_size": None,
     "attention_output_gate": False,
     "multi_latent_attention": False,
-    "architecture": SimpleNamespace(layers=(Layer(),) * 3, mtp_depths=0, sparse=None),
+    "architecture": SimpleNamespace(layers=(Layer(),) * 3, mtp_depths=0, sparse=None, expert_latent=None),
 }
 MOE = SIZES | {"num_moe_experts": 5, "moe_ffn_hidden_size": 14, "moe_layer_freq": [0, 1, 1]}
 
@@ -155,6 +155,10 @@ def test_layer_patterns_and_shared_experts():
     assert every_other == plain
     shared = Flops.of(SimpleNamespace(**MOE | {"moe_shared_expert_intermediate_size": 7}), 53).matrix_parameters
     assert shared - plain == 2 * 3 * 24 * 7
+    architecture = SimpleNamespace(**vars(MOE["architecture"]) | {"expert_latent": 10})
+    latent = Flops.of(SimpleNamespace(**MOE | {"architecture": architecture}), 53).matrix_parameters
+    # Two experts of a token have inputs and outputs of 10, between two projections.
+    assert latent - plain == 2 * (3 * (10 - 24) * MOE["moe_router_topk"] * 14 + 2 * 24 * 10)
 
 
 def test_six_n_d_counts_the_parameters_of_matrix_products():
@@ -175,7 +179,10 @@ def test_gated_delta_nets_have_states_and_no_pairs():
     }
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     layers = tuple(Layer("gated_delta_net" if kind == "linear_attention" else "attention") for kind in kinds)
-    mixed = {"attention_output_gate": True, "architecture": SimpleNamespace(layers=layers, mtp_depths=0, sparse=None)}
+    mixed = {
+        "attention_output_gate": True,
+        "architecture": SimpleNamespace(layers=layers, mtp_depths=0, sparse=None, expert_latent=None),
+    }
     found = Flops.of(SimpleNamespace(**SIZES | delta | mixed), 53)
     model = Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
+
 from tests import prepared, tiny
 from tests.bridge.families.worker import tensors_of
 from tests.tasks.report.pages import Page

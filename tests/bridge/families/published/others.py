@@ -82,6 +82,19 @@ NEMOTRON_3_NANO = {
     "use_conv_bias": True,
     "vocab_size": 131072,
 }
+NEMOTRON_3_SUPER = NEMOTRON_3_NANO | {
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 2688,
+    "mamba_num_heads": 128,
+    "moe_intermediate_size": 2688,
+    "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "num_hidden_layers": 88,
+    "routed_scaling_factor": 5.0,
+}
 MISTRAL_SMALL_4 = {
     "architectures": ["Mistral3ForConditionalGeneration"],
     "model_type": "mistral3",
@@ -381,6 +394,7 @@ K_EXAONE = {
 MODELS = {
     "Mistral-Small-4-119B-2603": Published("mistral4", "119", MISTRAL_SMALL_4),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": Published("nemotron_h", "31.6", NEMOTRON_3_NANO),
+    "NVIDIA-Nemotron-3-Super-120B-A12B-BF16": Published("nemotron_h", "120.7", NEMOTRON_3_SUPER),
     "K-EXAONE-236B-A23B": Published("exaone_moe", "236571156352", K_EXAONE),
     "Hy3": Published("hy_v3", "295", HY3, ("model.layers.80.eh_proj.weight", "model.layers.80.mlp.expert_bias")),
     "starcoder2-3b": Published("starcoder2", "3030371328", _starcoder2(3072, 30, 24, 2, rope_theta=999999.4420358813)),
