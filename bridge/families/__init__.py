@@ -47,6 +47,7 @@ from . import (
     olmo3,
     olmoe,
     phi3,
+    phimoe,
     qwen2,
     qwen2_5_omni_text,
     qwen2_5_vl_text,
@@ -78,7 +79,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
         glm4v_text, glm4v_moe_text, qwen3_asr, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
         deepseek_v32, glm_moe_dsa, nemotron_h, mistral4, llava_onevision, qwen3_omni_moe_text,
-        qwen2_5_omni_text,
+        qwen2_5_omni_text, phimoe,
     )
 )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..mapping.param_mapping import OUTPUT, REPLICATED, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.param_mapping import OUTPUT, OUTPUT_BIAS, REPLICATED, Architecture, Family, HfConfig, ParamMapping
 
 SUFFIX = "ForSequenceClassification"
 SCORE = ParamMapping("score.weight", OUTPUT.name, REPLICATED)
@@ -21,10 +21,11 @@ def make_classifier(family: Family, labels: int) -> Family:
     """Return `family` with a score head in place of the output layer."""
 
     def architecture(config: HfConfig) -> Architecture:
-        return replace(family.architecture(config), num_labels=labels, tied=False)
+        return replace(family.architecture(config), num_labels=labels, tied=False, logits_bias=False)
 
     def mappings(config: HfConfig) -> list[ParamMapping]:
-        return [SCORE if mapping.mcore == OUTPUT.name else mapping for mapping in family.mappings(config)]
+        mappings = [mapping for mapping in family.mappings(config) if mapping.mcore != OUTPUT_BIAS.name]
+        return [SCORE if mapping.mcore == OUTPUT.name else mapping for mapping in mappings]
 
     def keep_score(spell: Callable[[str], str]) -> Callable[[str], str]:
         return lambda name: name if name == SCORE.hf else spell(name)

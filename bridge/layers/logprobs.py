@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..kernels import usable
 
 CHUNK_TOKENS = 4096
+BIAS_COLUMNS = 8  # kernels need rows of 16 bytes
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor, columns: int, cap: float | None = None) -> Tensor:
@@ -112,6 +114,11 @@ def over_ranks(
     return largest + log_mass, sums[1], None if entropies is None else sums[2] / sums[0] + log_mass
 
 
+def with_bias(weight: Tensor, bias: Tensor) -> Tensor:
+    """Return the matrix [rows, columns + BIAS_COLUMNS] with the bias [rows] as a column; see `OutputMatrix`."""
+    return torch.cat((weight, F.pad(bias.unsqueeze(1), (0, BIAS_COLUMNS - 1))), dim=1)
+
+
 def _chunks(tokens: int) -> list[slice]:
     return [slice(start, min(start + CHUNK_TOKENS, tokens)) for start in range(0, tokens, CHUNK_TOKENS)]
 
@@ -130,6 +137,7 @@ class OutputMatrix:
     positions: Tensor | None = None  # [n]: positions of batch * sequence to compute, each once; None: all
     accumulate: bool = False
     cap: float | None = None  # see `Architecture.logits_cap`
+    bias_columns: int = 0  # last columns of `weight`: the first is a bias of the logits, the others are padding
 
     @property
     def columns(self) -> int:
@@ -150,6 +158,8 @@ class OutputMatrix:
         sequence, batch, size = hidden.shape
         flat = hidden.transpose(0, 1).reshape(-1, size)
         selected = flat if self.positions is None else flat.index_select(0, self.positions)
+        if self.bias_columns:
+            selected = F.pad(F.pad(selected, (0, 1), value=1.0), (0, self.bias_columns - 1))
         return HiddenRows(selected, (batch, sequence), self.positions)
 
 

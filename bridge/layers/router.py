@@ -100,7 +100,8 @@ class Router(TopKRouter):
         length, batch = logits.shape[:2]
         logits, config, rule = self.apply_z_loss(logits.flatten(0, 1)), self.config, self.rule
         is_sigmoid, has_groups = self.score_function == "sigmoid", config.moe_router_group_topk is not None
-        if usable(logits) and not has_groups and logits.dtype != torch.float64:
+        is_mixed = rule is not None and rule.sparse_mixer is not None
+        if usable(logits) and not has_groups and not is_mixed and logits.dtype != torch.float64:
             from ..kernels.routing import RoutingForm, route
 
             normalize = rule.normalize if rule else (self.topk > 1 if is_sigmoid else not config.moe_router_pre_softmax)
@@ -174,6 +175,8 @@ def choose_experts(
     With groups, only experts of the best groups can be chosen (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section
     2.1.2; DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
     """
+    if rule.sparse_mixer is not None:
+        return mix_sparsely(logits, rule.sparse_mixer, replayed)
     scores = logits.sigmoid() if config.moe_router_score_function == "sigmoid" else logits.softmax(dim=-1)
     choice_scores = scores.detach() if bias is None else scores.detach() + bias
     if config.moe_router_num_groups is not None and config.moe_router_group_topk is not None:
@@ -187,3 +190,23 @@ def choose_experts(
     if rule.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=rule.smallest_sum)
     return weights * (config.moe_router_topk_scaling_factor or 1.0), experts
+
+
+def mix_sparsely(logits: Tensor, margin: float, replayed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return SparseMixer's weights and indices of each token's two experts, both [tokens, 2].
+
+    The second expert is the best of the others. An expert's weight is its softmax among those whose logits are within
+    the margin of it, without the first one for the second. (https://arxiv.org/abs/2409.12136; without the random
+    choice that the paper has in training, as in transformers' evaluation.) replayed: as of `choose_experts`.
+    """
+    scores, first = logits.detach(), logits.detach().argmax(-1, keepdim=True)
+    second = scores.scatter(-1, first, -torch.inf).argmax(-1, keepdim=True)
+    experts = replay_choice(torch.cat((first, second), dim=-1), replayed)
+    weights, is_left = [], torch.ones_like(logits, dtype=torch.bool)
+    for expert in experts.split(1, dim=-1):
+        largest = scores.masked_fill(~is_left, -torch.inf).amax(-1, keepdim=True)
+        is_near = (largest - scores) <= 2 * margin * torch.maximum(scores.abs(), largest)
+        is_near = (is_near & is_left).scatter(-1, expert, True)
+        weights.append(logits.masked_fill(~is_near, -torch.inf).softmax(-1).gather(-1, expert))
+        is_left = is_left.scatter(-1, expert, False)
+    return torch.cat(weights, dim=-1), experts

@@ -21,6 +21,7 @@ from ..mapping.param_mapping import (
     EMBEDDING,
     EXPERTS,
     OUTPUT,
+    OUTPUT_BIAS,
     REPLICATED,
     TOWERS,
     Architecture,
@@ -313,6 +314,7 @@ def _modules_to_save(entries: ParamTable, plan: AdapterPlan, settings: LoraSetti
         requested = [*(name for name in requested if name not in HEADS), HEADS[0]]
     for name in requested:
         keys = [key for key in (EMBEDDING, OUTPUT) if key in entries and _matches_module(name, key, entries[key])]
+        keys += [OUTPUT_BIAS] * (OUTPUT in keys and OUTPUT_BIAS in entries)
         keys += _tower_keys(name, entries)
         if not keys:
             tied = OUTPUT not in entries or entries[OUTPUT] == entries.get(EMBEDDING)

@@ -50,6 +50,7 @@ class Routing:
     logit_bias: bool = False  # the router's linear layer has a bias
     choice_bias: bool = False  # moe_router_enable_expert_bias, which megatron-core supports for sigmoid scores only
     fp32: bool = False  # router weights in fp32, regardless of the model's dtype
+    sparse_mixer: float | None = None  # SparseMixer's margin, relative to the logits; replaces the other rules
 
 
 class QueryGrowth(NamedTuple):
@@ -200,6 +201,7 @@ class Architecture:
     embedding_scale: float = 1.0  # factor on the embedding's output, in the model's dtype
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP
     logits_scale: float = 1.0  # divisor of the logits
+    logits_bias: bool = False  # the output layer has a bias
     logits_cap: float | None = None  # logits x become cap * tanh(x / cap), before any division
     score_cap: float | None = None  # attention scores too, before the softmax
     pre_norms: bool = True  # norms on the inputs of attention and MLP
@@ -273,9 +275,8 @@ def _query_groups(
 ) -> list[Span]:
     """Lay out each query group as its query heads, its key head, its value head (if `has_values`).
 
-    groups: their number, by default that of the architecture.
-    The order does not depend on `ranks`. With fewer groups than ranks megatron-core still splits the tensor equally,
-    and a rank gathers its group's activations (megatron.core.transformer.attention, `num_query_groups < world_size`).
+    groups: their number, by default that of the architecture. The order does not depend on `ranks`: with fewer groups,
+    megatron-core splits the tensor equally, and a rank gathers its group's activations (its Attention).
     """
     heads, parts = architecture.transformer["num_attention_heads"], 2 if has_values else 1
     count: int = groups or architecture.transformer["num_query_groups"]
@@ -450,7 +451,7 @@ class MappingEntry(NamedTuple):
 
 ParamTable = dict[ParamKey, MappingEntry]
 EMBEDDING = ParamKey("embedding.word_embeddings.weight")
-OUTPUT = ParamKey("output_layer.weight")
+OUTPUT, OUTPUT_BIAS = ParamKey("output_layer.weight"), ParamKey("output_layer.bias")
 VISION_TOWER, AUDIO_TOWER = "vision.", "audio."  # begin the names of a tower's tensors
 TOWERS = VISION_TOWER, AUDIO_TOWER
 EXPERTS = "mlp.experts.linear_fc"  # in the names of tensors of single experts

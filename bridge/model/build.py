@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -121,6 +122,12 @@ def _build_chunk(
     if architecture.num_labels is not None and model.post_process:
         head = ScoreHead(architecture.num_labels, config.hidden_size, config.params_dtype)
         model.output_layer = head  # pyright: ignore[reportAttributeAccessIssue]
+    elif architecture.logits_bias and model.post_process:
+        # GPTModel builds its output layer without a bias. Only its parameters are used: see outputs.py.
+        weight = cast(Tensor, model.output_layer.weight)
+        bias = torch.nn.Parameter(weight.new_empty(len(weight)))
+        set_tensor_model_parallel_attributes(bias, is_parallel=True, dim=0, stride=1)
+        model.output_layer.bias = bias
     fp8.move_to_device(model, runtime.device())
     if config.fp8:
         fp8.check_sizes(model.decoder)

@@ -59,6 +59,12 @@ class LastStage:
         assert isinstance(weight, Tensor)
         return weight
 
+    def output_bias(self) -> Tensor:
+        """Return this rank's part of the output layer's bias, [vocabulary / TP], of a model that has one."""
+        bias = self.output_layer.bias
+        assert isinstance(bias, Tensor)
+        return bias
+
     def run_hooks(self) -> None:
         """Run the output layer's forward hooks, which wait for its weight under overlapped parameter gather."""
         for hook in self.output_layer._forward_pre_hooks.values():

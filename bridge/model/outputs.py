@@ -13,7 +13,14 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from ..layers.logprobs import OutputMatrix, chunk_logits, label_log_probs, log_probs_and_entropies
+from ..layers.logprobs import (
+    BIAS_COLUMNS,
+    OutputMatrix,
+    chunk_logits,
+    label_log_probs,
+    log_probs_and_entropies,
+    with_bias,
+)
 from ..layers.mtp import shift_left
 from ..layers.packed_seqs import to_device
 from ..layers.pooling import add_zero_gradient, last_tokens, mean_tokens
@@ -150,7 +157,11 @@ class Logits:
         if model.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=model.groups.tp)
         weight, cap = stage.output_matrix(), model.architecture.logits_cap
-        logits = chunk_logits(hidden.transpose(0, 1), weight, len(weight), cap) / model.architecture.logits_scale
+        hidden = hidden.transpose(0, 1)
+        if model.architecture.logits_bias:
+            hidden = F.pad(hidden, (0, 1), value=1.0)
+            weight = torch.cat((weight, stage.output_bias().unsqueeze(1)), dim=1)
+        logits = chunk_logits(hidden, weight, len(weight), cap) / model.architecture.logits_scale
         shards = [torch.empty_like(logits) for _ in range(model.groups.tp.size())]
         dist.all_gather(shards, logits.contiguous(), group=model.groups.tp)
         return torch.cat(shards, -1)[..., : model.architecture.vocab_size]
@@ -167,13 +178,15 @@ class HiddenStates:
 
 
 def _output_matrix(stage: LastStage) -> OutputMatrix:
-    model = stage.model
+    model, weight = stage.model, stage.output_matrix()
+    has_bias = model.architecture.logits_bias
     return OutputMatrix(
-        stage.output_matrix(),
+        with_bias(weight, stage.output_bias()) if has_bias else weight,
         model.architecture.vocab_size,
         model.groups.tp,
         sequence_parallel=model.config.sequence_parallel,
         positions=stage.documents.loss_positions,
         accumulate=model.config.accumulate_in_matmul,  # pyright: ignore[reportAttributeAccessIssue]
         cap=model.architecture.logits_cap,
+        bias_columns=BIAS_COLUMNS if has_bias else 0,
     )

@@ -59,6 +59,10 @@ class Teacher:
         self.resharded: ReshardedOutputs | None = None  # None: in the student's layout
         self.server: RemoteTeacher | None = None
         self.shared_encoder: VisionEncoder | None = None  # the student's, if the teacher has the same frozen tower
+        if student.architecture.logits_bias:
+            raise ValueError(
+                "--rlhf_type gkd: models whose output layer has a bias are not supported. Use another model"
+            )
         if options.teacher.teacher_model_server:
             self.server = RemoteTeacher(run, options, self.vocab_size)
             self.resharded = ReshardedOutputs(self.server, plan, student, top=self.top)
@@ -69,6 +73,10 @@ class Teacher:
         with role.entered():
             self._build(role.run, options)
         architecture = self.model.architecture
+        if architecture.logits_bias:
+            raise ValueError(
+                "--teacher_model: its output layer has a bias, which is not supported. Use another teacher"
+            )
         self.vocab_size, self.scale = min(self.vocab_size, architecture.vocab_size), architecture.logits_scale
         self.cap = architecture.logits_cap
         self.flops = Flops.of_model(self.model)

@@ -198,6 +198,13 @@ def test_which_layers_have_experts(step, dense):
         ("glm_moe_dsa", {"index_topk_pattern": "SF" * 39}, "set full or shared for each of the 78 layers, full first"),
         ("glm_moe_dsa", {"indexer_types": ["full", "half"]}, r"indexer_types \['full', 'half'\]: set full or shared"),
         ("mistral4", {"rope_parameters": {"rope_theta": 1e4}}, "without llama_4_scaling_beta or original_max_pos"),
+        ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1; this family is supported with 2 only"),
+        (
+            "phimoe",
+            {"rope_scaling": {"type": "longrope", "short_mscale": 1.1, "long_mscale": 1.2}},
+            "short_mscale 1.1 and long_mscale 1.2: supported are two equal numbers",
+        ),
+        ("phimoe", {"rope_scaling": {"type": "yarn"}}, "rope_scaling of type 'yarn'; Phi-MoE is supported with"),
         ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 True; this family is supported with False only"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "layer_types .*'X'.*: set one for each of the 3 layers"),
         ("nemotron_h", {"n_groups": 5}, "mamba_num_heads 128 and n_groups 5: the second must divide"),

@@ -1,4 +1,4 @@
-"""GPT-OSS, ERNIE, MiniMax and OLMoE."""
+"""GPT-OSS, ERNIE, MiniMax, OLMoE and Phi-MoE."""
 
 from tests.bridge.families.published.model import FP8, Published
 
@@ -123,7 +123,42 @@ MINIMAX_M2 = {
     "vocab_size": 200064,
 }
 
+PHI_3_5_MOE = {
+    "architectures": ["PhiMoEForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "input_jitter_noise": 0.01,
+    "intermediate_size": 6400,
+    "lm_head_bias": True,
+    "max_position_embeddings": 131072,
+    "model_type": "phimoe",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": [1.02 + 0.9 * plane for plane in range(64)],  # not those of the file
+        "long_mscale": 1.243163121016122,
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1.0 + 0.03 * plane for plane in range(64)],
+        "short_mscale": 1.243163121016122,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "router_jitter_noise": 0.01,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
+
+
 MODELS = {
+    "Phi-3.5-MoE-instruct": Published("phimoe", "41.9", PHI_3_5_MOE),
     "gpt-oss-20b": Published("gpt_oss", "20914757184", GPT_OSS_20B),
     "gpt-oss-120b": Published(
         "gpt_oss",
