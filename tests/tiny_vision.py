@@ -30,7 +30,7 @@ from tests.tiny_vision_text import (
     tokenizer,
 )
 from tests.tiny_vision_text import VOCABULARY as VOCABULARY
-from tests.tiny_vision_tiles import internvl, llama4, llava_onevision
+from tests.tiny_vision_tiles import internvl, llama4, llava_onevision, ovis2
 
 
 def picture(width: int, height: int, seed: int = 0):
@@ -337,6 +337,7 @@ FAMILIES = {
     "internvl": internvl,
     "llama4": llama4,
     "llava_onevision": llava_onevision,
+    "ovis2": ovis2,
     "mistral3": mistral3,
     "glm4v": glm4v,
     "qwen2_5_vl": qwen2_5_vl,

@@ -21,6 +21,8 @@ KIMI_SPECIAL += ["<|im_middle|>", "<|media_start|>", "<|media_content|>", "<|med
 K25_SPECIAL = [token.replace("<|media_start|>", "<|media_begin|>") for token in KIMI_SPECIAL]
 LLAVA_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 ONEVISION_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>"]
+OVIS_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<IMG_ATOM>"]
+OVIS_SPECIAL += [f"<IMG_{name}>" for name in ("START", "GRID", "COL", "ROW", "END")]
 LLAMA_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot|>", "<|finetune_right_pad|>"]
 LLAMA_SPECIAL += ["<|header_start|>", "<|header_end|>", "<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"]
 LLAMA_SPECIAL += ["<|tile_x_separator|>", "<|tile_y_separator|>"]
@@ -111,6 +113,17 @@ ONEVISION_TEMPLATE = """\
 {% generation %}{{ '\n' + content['text'] }}{% endgeneration %}{% endfor %}\
 {% endif %}{{ '<|im_end|>' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+OVIS_TEMPLATE = """\
+<|im_start|>system
+You are a helpful assistant.<|im_end|>
+{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}\
+{% if message['content'] is string %}{{ message['content'] }}\
+{% else %}{% for content in message['content'] %}\
+{% if content['type'] == 'image' %}{{ '<image>\n' }}\
+{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}\
+{{'<|im_end|>\n'}}{% endfor %}\
+{% if add_generation_prompt %}{{'<|im_start|>assistant\n' }}{% endif %}"""
 
 KIMI_TEMPLATE = """\
 {%- for message in messages -%}

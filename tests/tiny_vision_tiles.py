@@ -12,6 +12,8 @@ from tests.tiny_vision_text import (
     LLAMA_TEMPLATE,
     ONEVISION_SPECIAL,
     ONEVISION_TEMPLATE,
+    OVIS_SPECIAL,
+    OVIS_TEMPLATE,
     tokenizer,
 )
 
@@ -46,6 +48,36 @@ def internvl(folder: Path, seed: int = 0) -> Path:
         tie_word_embeddings=False,
     )
     return _save(folder, InternVLForConditionalGeneration, config, processor, seed)
+
+
+def ovis2(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny Ovis2 with its processor to a folder and return it. Its tiles have four tokens."""
+    from transformers import Ovis2Config, Ovis2ForConditionalGeneration, Ovis2ImageProcessor, Ovis2Processor
+
+    vocabulary = tokenizer(OVIS_SPECIAL)
+    size = {"height": 56, "width": 56}
+    images = Ovis2ImageProcessor(size=size, crop_to_patches=True, max_patches=6)
+    processor = Ovis2Processor(images, vocabulary, image_seq_length=4, chat_template=OVIS_TEMPLATE)
+    text = _text({"rope_type": "default", "rope_theta": 500.0}) | {"model_type": "qwen2"}
+    config = Ovis2Config(
+        text_config=text,
+        vision_config={
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 56,
+            "patch_size": 14,
+            "image_size": 56,
+            "vocab_size": 37,
+            "hidden_stride": 2,
+        },
+        image_token_id=vocabulary.convert_tokens_to_ids(OVIS_SPECIAL[3]),
+        visual_indicator_token_ids=vocabulary.convert_tokens_to_ids(OVIS_SPECIAL[4:]),
+        hidden_size=text["hidden_size"],
+        vocab_size=text["vocab_size"],
+        tie_word_embeddings=False,
+    )
+    return _save(folder, Ovis2ForConditionalGeneration, config, processor, seed)
 
 
 def llama4_processor(tile: int, **settings: Any) -> Any:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ..mapping.param_mapping import Audio
 from .audio_plan import AudioPlan
+from .mergers import ACTIVATIONS, Linear
 from .norm import LayerNorm
-from .vision_tower import ACTIVATIONS, Linear, TowerLayer, make_attention
+from .vision_tower import TowerLayer, make_attention
 
 AUDIO_MODULES = "convs", "linear_conv", "layers", "final_norm"
 

@@ -1,7 +1,9 @@
-"""Features of images that are cut into tiles, put together as LLaVA-OneVision does (https://arxiv.org/abs/2408.03326).
+"""Features of images that are cut into tiles, put together with learned ones.
 
-An image has the features of all of it in one tile, and then those of its tiles side by side, row by row. Those of
-padding are left out, a learned feature is behind each row, and large images are reduced by bilinear interpolation.
+An image of LLaVA-OneVision (https://arxiv.org/abs/2408.03326) has the features of all of it in one tile, and then those
+of its tiles side by side, row by row. Those of padding are left out, a learned feature is behind each row, and large
+images are reduced by bilinear interpolation. In Ovis2 (https://arxiv.org/abs/2405.20797) learned features are around an
+image, and between the tiles that follow all of it.
 """
 
 import math
@@ -13,24 +15,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..mapping.param_mapping import INDICATORS, Vision
 from .packed_seqs import to_device
 
+START, WHOLE_END, TILE_END, ROW_END, END = range(INDICATORS)  # Ovis2's learned features
 LARGEST_RATIO = 1.1  # ratio of the side of an image's features to that of the most tiles, before they are reduced
 
 
 @dataclass(frozen=True)
 class TileFeatures:
-    """Weighted sums that make the features of images from those of tiles, and from a learned one behind them."""
+    """Weighted sums that make the features of images from those of tiles, and from learned ones behind them."""
 
     taps: Tensor  # [features, 1 or 4] int64
     weights: Tensor | None  # [features, 4] fp32; None: all are 1
 
-    def apply(self, features: Tensor, newline: Tensor) -> Tensor:
-        """features [features of tiles, size], newline [size] -> [features, size]"""
-        table = torch.cat((features, newline.unsqueeze(0)))
+    def apply(self, features: Tensor, learned: Tensor) -> Tensor:
+        """features [features of tiles, size], learned [1 or 5, size] -> [features, size]"""
+        table = torch.cat((features, learned))
         if self.weights is None:
             return table[self.taps.squeeze(1)]
         return F.embedding_bag(self.taps, table, mode="sum", per_sample_weights=self.weights.to(table.dtype))
+
+
+def plan_features(
+    grids: Tensor, layouts: Tensor, counts: Tensor, vision: Vision, device: torch.device
+) -> TileFeatures | None:
+    """Return the plan of some images, as of plan_tile_features; None: they have the features of their tiles alone."""
+    if vision.most_tiles:
+        return plan_tile_features(grids, layouts, counts, vision.most_tiles, device)
+    return plan_indicators(grids, layouts, counts, vision.merge_size, device) if vision.visual_words else None
+
+
+def plan_indicators(
+    grids: Tensor, layouts: Tensor, counts: Tensor, merge_size: int, device: torch.device
+) -> TileFeatures:
+    """Return the plan of some images of Ovis2. Arguments as of plan_tile_features"""
+    learned, start = int(grids.prod(1).sum()) // merge_size**2, 0
+    parts: list[np.ndarray] = [np.empty(0, np.int64)]
+    for (tiles, height, width), (_, columns, *_), count in zip(
+        grids.tolist(), layouts.tolist(), counts.tolist(), strict=True
+    ):
+        rows = start + np.arange(tiles * height * width // merge_size**2)
+        start += len(rows)
+        if not columns:
+            parts.append(rows[np.arange(count) % len(rows)])
+            continue
+        whole, *others = rows.reshape(tiles, -1)
+        image = [[learned + START], whole, [learned + WHOLE_END]]
+        for number, tile in enumerate(others, 1):
+            image += [tile, [learned + (TILE_END if number % columns else ROW_END)]]
+        parts.append(np.concatenate((*(image[:-1] if others else image), [learned + END])))
+        assert len(parts[-1]) == count
+    return TileFeatures(to_device(torch.from_numpy(np.concatenate(parts)).unsqueeze(1), device), None)
 
 
 def plan_tile_features(

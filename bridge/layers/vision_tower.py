@@ -4,7 +4,7 @@ Every rank holds all of it and encodes media of its own; see model/vision_encode
 `Vision` describes. Qwen2-VL: https://arxiv.org/abs/2409.12191, Qwen2.5-VL: https://arxiv.org/abs/2502.13923, Qwen3-VL:
 https://arxiv.org/abs/2511.21631, GLM-4.1V: https://arxiv.org/abs/2507.01006, Pixtral: https://arxiv.org/abs/2410.07073,
 MoonViT: https://arxiv.org/abs/2504.07491, SigLIP: https://arxiv.org/abs/2303.15343, Llama 4:
-https://ai.meta.com/blog/llama-4-multimodal-intelligence.
+https://ai.meta.com/blog/llama-4-multimodal-intelligence, AIMv2: https://arxiv.org/abs/2411.14402.
 """
 
 import math
@@ -20,19 +20,22 @@ from torch import Tensor, nn
 
 from ..kernels import usable
 from ..kernels.flash_attention import FORWARD_HEAD_SIZES, FlashAttention
-from ..kernels.weight_gradient import has_main_grad, linear
-from ..mapping.param_mapping import Projector, TowerLayers, Vision
-from .norm import LayerNorm, RMSNorm, ZeroCentredNorm
+from ..mapping.param_mapping import TowerLayers, Vision
+from .mergers import (
+    ACTIVATIONS,
+    Downsample,
+    GatedMerger,
+    Linear,
+    MatrixMerger,
+    Merger,
+    PooledProjection,
+    Projection,
+    SquareMLP,
+    VisualVocabulary,
+    make_norm,
+)
 from .patch_plan import Blocks, PatchPlan
 from .sinks import KernelAttention
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-}
-
 
 # The longest length is rounded up to a multiple on a GPU. Transformer Engine searches for a kernel for each new length,
 # and the search takes longer than the kernel.
@@ -41,26 +44,6 @@ LENGTH_STEP = 1024
 VISION_MODULES = "patch_embed", "patch_norm", "class_token", "position_embeddings", "embedding_norm"
 VISION_MODULES += "layers", "final_norm", "downsample"
 MERGERS = "merger", "deep_mergers"
-
-
-class Linear(nn.Linear):
-    """Linear layer of which every rank holds all, and whose ranks have different inputs: x [rows, in]."""
-
-    parallel_mode = None  # lora/attach.py: it does not communicate
-
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self.weight.requires_grad and has_main_grad(self.weight):
-            return linear(x, self.weight, self.bias)
-        return super().forward(x)
-
-
-def _norm(
-    vision: TowerLayers, size: int, config: TransformerConfig, device: torch.device, *, has_residual: bool = False
-) -> nn.Module:
-    norm = RMSNorm if vision.normalization == "RMSNorm" else LayerNorm
-    module = norm(size, eps=vision.eps, dtype=config.params_dtype, device=device)
-    module.has_residual = has_residual
-    return module
 
 
 @dataclass(frozen=True)
@@ -169,7 +152,7 @@ class TowerLayer(nn.Module):
         self.num_heads, self.head_dim, self.gated = vision.num_heads, size // vision.num_heads, vision.gated
         self.activation = ACTIVATIONS[vision.activation]
         self.has_fused_gelu = vision.activation == "gelu_pytorch_tanh" and vision.layer_bias
-        self.norm1, self.norm2 = (_norm(vision, size, config, device, has_residual=True) for _ in range(2))
+        self.norm1, self.norm2 = (make_norm(vision, size, config, device, has_residual=True) for _ in range(2))
         self.linear_qkv = linear(size, 3 * size, bias=vision.qkv_bias and vision.key_bias)
         self.query_value_bias = None
         if vision.qkv_bias and not vision.key_bias:
@@ -230,131 +213,6 @@ def _rotate(x: Tensor, plan: RopePlan) -> Tensor:
     return torch.cat((first * plan.cos - second * plan.sin, second * plan.cos + first * plan.sin), dim=-1).to(x.dtype)
 
 
-class Merger(nn.Module):
-    """Merger of squares of patches into features: x [patches, hidden_size] -> [features, output_size].
-
-    norms_square: normalize the concatenated patches of a square, instead of each patch.
-    """
-
-    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device, *, norms_square: bool = False):
-        super().__init__()
-        self.size = vision.hidden_size * vision.merge_size**2
-        self.norms_square = norms_square
-        self.norm = _norm(vision, self.size if norms_square else vision.hidden_size, config, device)
-        self.linear_fc1 = Linear(self.size, self.size, dtype=config.params_dtype, device=device)
-        self.linear_fc2 = Linear(self.size, vision.output_size, dtype=config.params_dtype, device=device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        squares = self.norm(x.view(-1, self.size)) if self.norms_square else self.norm(x).view(-1, self.size)
-        return self.linear_fc2(F.gelu(self.linear_fc1(squares)))
-
-
-class GatedMerger(nn.Module):
-    """Projection, norm and gated MLP of the features of squares: x [features, output_size] -> the same shape."""
-
-    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device):
-        super().__init__()
-        assert vision.gated_merger_size
-        size = vision.output_size
-        linear = partial(Linear, bias=False, dtype=config.params_dtype, device=device)
-        self.activation = ACTIVATIONS[vision.activation]
-        self.linear_proj = linear(size, size)
-        self.norm = LayerNorm(size, eps=1e-5, dtype=config.params_dtype, device=device)
-        self.linear_fc1 = linear(size, 2 * vision.gated_merger_size)
-        self.linear_fc2 = linear(vision.gated_merger_size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.linear_fc1(F.gelu(self.norm(self.linear_proj(x)))).chunk(2, dim=-1)
-        return self.linear_fc2(self.activation(gate) * up)
-
-
-class Projection(nn.Module):
-    """Merger of the form `projector`: x [patches, hidden_size] -> [features, output_size].
-
-    As in transformers, a square's values are in order of channels, and then of its patches, where it is reduced.
-    """
-
-    def __init__(self, vision: Vision, projector: Projector, config: TransformerConfig, device: torch.device):
-        super().__init__()
-        self.square, size, output = vision.merge_size**2, vision.hidden_size, vision.output_size
-        kinds = {"dtype": config.params_dtype, "device": device}
-        self.activation = ACTIVATIONS[projector.activation]
-        self.linear_merge = self.norm = None
-        if projector.reduces_squares:
-            self.norm = RMSNorm(size, eps=projector.eps, **kinds)
-            self.linear_merge = Linear(size * self.square, size, bias=False, **kinds)
-        else:
-            size *= self.square
-            if projector.eps is not None:
-                self.norm = LayerNorm(size, eps=projector.eps, **kinds)
-        self.linear_fc1 = Linear(size, output, bias=projector.bias, **kinds)
-        self.linear_fc2 = Linear(output, output, bias=projector.bias, **kinds)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.linear_merge is None:
-            squares = x.reshape(len(x) // self.square, -1)
-            squares = squares if self.norm is None else self.norm(squares)
-        else:
-            x = x if self.norm is None else self.norm(x)
-            squares = self.linear_merge(x.unflatten(0, (-1, self.square)).transpose(1, 2).flatten(1))
-        return self.linear_fc2(self.activation(self.linear_fc1(squares)))
-
-
-class PooledProjection(nn.Module):
-    """Projection of the normalized mean of a square: x [patches, hidden_size] -> [features, output_size].
-
-    The matrix is as Gemma 3's checkpoints have it, [hidden_size, output_size].
-    """
-
-    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device):
-        super().__init__()
-        self.square, size = vision.merge_size**2, vision.hidden_size
-        self.norm = ZeroCentredNorm(size, eps=vision.eps, dtype=config.params_dtype, device=device)
-        weight = torch.empty(size, vision.output_size, dtype=config.params_dtype, device=device)
-        self.projection = nn.Parameter(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.unflatten(0, (-1, self.square)).mean(1)) @ self.projection
-
-
-class MatrixMerger(nn.Module):
-    """Projection of features of squares: x [features, size] -> [features, output_size]."""
-
-    def __init__(self, size: int, output_size: int, config: TransformerConfig, device: torch.device):
-        super().__init__()
-        self.linear_proj = Linear(size, output_size, bias=False, dtype=config.params_dtype, device=device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear_proj(x)
-
-
-class Downsample(nn.Module):
-    """Convolution over squares of patches, computed as a matrix product: [patches, hidden] -> [features, output]."""
-
-    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device):
-        super().__init__()
-        shape = vision.output_size, vision.hidden_size, vision.merge_size, vision.merge_size
-        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(vision.output_size, dtype=config.params_dtype, device=device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.permute(0, 2, 3, 1).flatten(1)
-        return F.linear(x.view(-1, weight.shape[1]), weight, self.bias)
-
-
-class SquareMLP(nn.Module):
-    """MLP over squares, with an activation behind both layers: [patches, hidden] -> [features, size]."""
-
-    def __init__(self, vision: Vision, size: int, config: TransformerConfig, device: torch.device):
-        super().__init__()
-        self.square_size = vision.hidden_size * vision.merge_size**2
-        linear = partial(Linear, bias=False, dtype=config.params_dtype, device=device)
-        self.linear_fc1, self.linear_fc2 = linear(self.square_size, size), linear(size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.linear_fc2(F.gelu(self.linear_fc1(x.view(-1, self.square_size)))))
-
-
 class Weight(nn.Module):
     """Parameter of a shape that a checkpoint has."""
 
@@ -389,7 +247,7 @@ class VisionTower(nn.Module):
         super().__init__()
         self.vision_settings = vision
         self.patch_embed = PatchEmbedding(vision, config, device)
-        self.patch_norm = _norm(vision, vision.hidden_size, config, device) if vision.patch_norm else None
+        self.patch_norm = make_norm(vision, vision.hidden_size, config, device) if vision.patch_norm else None
         self.position_embeddings = self.class_token = None
         make_weight = partial(Weight, config=config, device=device)
         if vision.grid_side and vision.class_token:
@@ -405,10 +263,10 @@ class VisionTower(nn.Module):
                 vision.hidden_size,
                 _weight=torch.empty(rows, vision.hidden_size, dtype=config.params_dtype, device=device),
             )
-        self.embedding_norm = _norm(vision, vision.hidden_size, config, device) if vision.embedding_norm else None
+        self.embedding_norm = make_norm(vision, vision.hidden_size, config, device) if vision.embedding_norm else None
         attention = make_attention(vision, config)
         self.layers = nn.ModuleList(TowerLayer(vision, config, device, attention) for _ in range(vision.num_layers))
-        self.final_norm = _norm(vision, vision.hidden_size, config, device) if vision.final_norm else None
+        self.final_norm = make_norm(vision, vision.hidden_size, config, device) if vision.final_norm else None
         self.downsample = None
         if vision.gated_merger_size:
             self.downsample = Downsample(vision, config, device)
@@ -421,6 +279,8 @@ class VisionTower(nn.Module):
             self.merger = PooledProjection(vision, config, device)
         elif vision.projector is not None:
             self.merger = Projection(vision, vision.projector, config, device)
+        elif vision.visual_words:
+            self.merger = VisualVocabulary(vision, vision.visual_words, config, device)
         else:
             self.merger = Merger(vision, config, device)
         if vision.most_tiles:
@@ -475,6 +335,12 @@ class VisionTower(nn.Module):
         features = features[:, : features.shape[1] - plan.padding // self.vision_settings.merge_size**2]
         if plan.tile_features is None:
             return features
+        return plan.tile_features.apply(features[0], self._learned_features()).unsqueeze(0)
+
+    def _learned_features(self) -> Tensor:
+        """Return the features beside those of patches: [1 or 5, output_size]."""
+        if isinstance(self.merger, VisualVocabulary):
+            return self.merger.words[self.merger.likely :]
         newline = self.merger.newline
         assert isinstance(newline, Tensor)
-        return plan.tile_features.apply(features[0], newline).unsqueeze(0)
+        return newline.unsqueeze(0)

@@ -144,6 +144,9 @@ class Audio(TowerLayers):
         return frames
 
 
+INDICATORS = 5  # kinds of tokens around and between the tiles of an image of Ovis2
+
+
 @dataclass(frozen=True, kw_only=True)
 class Vision(TowerLayers):
     """Vision tower: a transformer over patches of images and videos, and mergers to features of the language model.
@@ -185,6 +188,9 @@ class Vision(TowerLayers):
     # The features of an image's tiles are put together, without padding, with a learned one behind each row; they are
     # reduced to those of so many tiles. See layers/tile_features.py.
     most_tiles: int | None = None
+    # Rows of a table of visual words. A square's features are its rows, weighed by probabilities; the last INDICATORS
+    # rows are of the tokens around and between the tiles of an image, which are visual tokens too.
+    visual_words: int | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ..layers.audio_plan import plan_audios
 from ..layers.deepstack import MediaFeatures
 from ..layers.packed_seqs import to_device
 from ..layers.patch_plan import PatchPlan, plan_patches
-from ..layers.tile_features import plan_tile_features
+from ..layers.tile_features import plan_features
 from ..layers.tower_part import TowerPart
 from ..layers.vision_tower import MERGERS
 from ..mapping.param_mapping import Vision
@@ -381,10 +381,9 @@ class VisionEncoder:
             if after < len(ends) and ends[after] - start <= limit:
                 continue
             end = ends[after - 1]
+            sizes = grids[first:after], media.layouts[first:after], media.counts[first:after]
             plan = plan_patches(grids[first:after], settings, device)
-            if settings.most_tiles:
-                sizes = grids[first:after], media.layouts[first:after], media.counts[first:after]
-                plan = replace(plan, tile_features=plan_tile_features(*sizes, settings.most_tiles, device))
+            plan = replace(plan, tile_features=plan_features(*sizes, settings, device))
             calls.append(_Call(slice(start, end), slice(feature_ends[first], feature_ends[after]), plan))
             first, start = after, end
         return calls

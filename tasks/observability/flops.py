@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...bridge.mapping.param_mapping import Layer
+from ...bridge.mapping.param_mapping import INDICATORS, Layer
 from .audio_flops import AudioFlops
 
 if TYPE_CHECKING:
@@ -191,6 +191,8 @@ class VisionFlops:
         if size := vision.square_mlp_size:
             patch += hidden * size + size**2 // square
             mergers = size * output
+        if words := vision.visual_words:
+            mergers = (words - INDICATORS) * (merged + output)
         full = len(vision.full_layers) if vision.window else vision.num_layers
         return cls(
             layers=patch + vision.num_layers * (4 * hidden**2 + matrices * hidden * vision.ffn_hidden_size),

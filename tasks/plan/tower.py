@@ -61,7 +61,8 @@ class TowerWork:
             tokens = max(tokens, FORWARD_CALL_PATCHES / square)  # micro batches that are encoded together
         features = BYTES * levels * vision.output_size * tokens * kept * (2 if self.trains else 1)
         inputs = BYTES * vision.channels * vision.temporal_patch_size * vision.patch_size**2
-        mergers = BYTES * 3 * levels * vision.hidden_size  # the mergers' norms, hidden layers and activations
+        # The mergers' norms, hidden layers and activations.
+        mergers = BYTES * 3 * (levels * vision.hidden_size + (vision.visual_words or 0) / square)
         saved = vision.num_layers * BYTES * _layer_values(vision) + mergers
         if not self.trains:
             return features

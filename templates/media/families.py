@@ -10,7 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from ..formats.medium import MediaKind
 
-Processor = Literal["qwen2_vl", "pixtral", "internvl", "kimi_vl", "kimi_k25", "gemma3", "llava", "llama4", "onevision"]
+Processor = Literal[
+    "qwen2_vl", "pixtral", "internvl", "kimi_vl", "kimi_k25", "gemma3", "llava", "llama4", "onevision", "ovis2"
+]
 
 
 class Placeholder(NamedTuple):
@@ -30,6 +32,7 @@ K25_IMAGE = Placeholder("<|media_begin|>image<|media_content|>", "<|media_pad|>"
 GEMMA_IMAGE = Placeholder("\n\n<start_of_image>", "<image_soft_token>", "<end_of_image>\n\n")
 LLAVA_IMAGE = Placeholder("", "<image>", "")
 ONEVISION_IMAGE = Placeholder("", "<image>", "")
+OVIS_IMAGE = Placeholder("", "<IMG_ATOM>", "")
 LLAMA_IMAGE = Placeholder("", "<|patch|>", "")
 GLM_IMAGE = Placeholder("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
 
@@ -66,6 +69,7 @@ class VisionFamily:
     has_blocks: the visual tokens of an image attend to each other in both directions
     processor: form of the processor: Qwen2-VL's; Pixtral's, which has tokens between the rows of an image; InternVL's,
     which cuts images into tiles, or Llama 4's, which has tokens between tiles, or
+    Ovis2's, where these are visual tokens too, or
     LLaVA-OneVision's, which puts the features of tiles together; Kimi-VL's and
     Kimi-K2.5's, which pad images; Gemma 3's and LLaVA's, whose images have one size, to which LLaVA's crops them
     template_image: text of an image in chat templates, which processors replace by the placeholder; "": it is there
@@ -110,6 +114,9 @@ MISTRAL = VisionFamily("norm1000", image=PIXTRAL_IMAGE, video=None, has_axes=Fal
 INTERN = VisionFamily("norm1000", image=INTERN_IMAGE, video=None, has_axes=False, processor="internvl")
 KIMI = VisionFamily("norm1000", image=KIMI_IMAGE, video=None, has_axes=False, processor="kimi_vl")
 ONEVISION = VisionFamily("norm1000", image=ONEVISION_IMAGE, video=None, has_axes=False, processor="onevision")
+OVIS2 = VisionFamily(
+    "norm1000", image=OVIS_IMAGE, video=None, has_axes=False, processor="ovis2", template_image="<image>"
+)
 KIMI_K25 = VisionFamily("norm1000", image=K25_IMAGE, video=None, has_axes=False, processor="kimi_k25")
 GEMMA = VisionFamily(
     "norm1000",
@@ -163,6 +170,7 @@ FAMILIES = {
     "llava": LLAVA,
     "llama4": LLAMA,
     "llava_onevision": ONEVISION,
+    "ovis2": OVIS2,
     "qwen2_5_omni": QWEN2_5_OMNI,
     "qwen2_5_omni_thinker": QWEN2_5_OMNI,
     "qwen3_omni_moe": QWEN3_OMNI,
@@ -178,12 +186,12 @@ def check_answers(model_type: str | None) -> None:
 
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "merge_kernel_size", "temporal_patch_size", "tokens_per_second"
-TOWER_SETTINGS += ("pixel_shuffle_ratio",)
+TOWER_SETTINGS += ("pixel_shuffle_ratio", "hidden_stride")
 AUDIO_SETTINGS = "n_window", "num_mel_bins"
 TOKEN_SETTINGS = (
     *("audio_token_id", "image_token_id", "image_token_index", "media_placeholder_token_id", "video_token_id"),
     *("spatial_merge_size", "downsample_ratio", "mm_tokens_per_image", "position_id_per_seconds"),
-    *("image_grid_pinpoints", "vision_aspect_ratio"),
+    *("image_grid_pinpoints", "vision_aspect_ratio", "visual_indicator_token_ids"),
 )
 
 

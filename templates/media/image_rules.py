@@ -47,6 +47,7 @@ class ImageRules(ABC):
     temporal_patch_size: int = 1
     least_pixels: int | None = None
     most_pixels: int
+    feature_ids: tuple[int, ...] = ()  # visual tokens beside the placeholder, which only images have
 
     @property
     def factor(self) -> int:

@@ -183,8 +183,8 @@ class VisionProcessor:
 
     @property
     def placeholder_ids(self) -> list[int]:
-        """Tokens that stand for media."""
-        return [*self.placeholders.values()]
+        """Tokens that stand for media, or that only these have."""
+        return [*self.placeholders.values(), *self._rules.feature_ids]
 
     @cached_property
     def _enclosing_ids(self) -> dict[int, tuple[list[int], list[int]]]:
@@ -379,7 +379,8 @@ class VisionProcessor:
         """Return the offsets from its place of a medium's tokens that have features: int64 [tokens]."""
         if plan.expansion is None:
             return np.arange(plan.tokens)
-        return np.flatnonzero(plan.expansion == self.placeholder_id(plan.kind))
+        others = self._rules.feature_ids if plan.kind == "image" else ()
+        return np.flatnonzero(np.isin(plan.expansion, [self.placeholder_id(plan.kind), *others]))
 
     def encoding_cost(self, plan: MediaPlan) -> int:
         """Return the relative time to encode a medium."""

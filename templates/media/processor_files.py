@@ -18,7 +18,7 @@ from .image_rules import (
     QwenImages,
     SquareImages,
 )
-from .tile_rules import InternImages, LlamaImages, LlamaTokens, OneVisionImages
+from .tile_rules import InternImages, LlamaImages, LlamaTokens, OneVisionImages, OvisImages, OvisTokens
 
 PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 # Names of Pixtral's tokens in processor_config.json, and their default: of a patch, of the ends of a row and an image.
@@ -32,6 +32,8 @@ TILE_TOKENS = {
 # Llama 4's, which its processor has no names for: as in LlamaTokens.
 LLAMA_TOKENS = "<|image_start|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>"
 LLAMA_TOKENS += "<|image|>", "<|image_end|>"
+# Ovis2's, in the order of its visual_indicator_token_ids, and then a visual token: as in OvisTokens.
+OVIS_TOKENS = "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<IMG_ATOM>"
 ONEVISION_RATIO = "anyres_max_9"  # LLaVA-OneVision's default of vision_aspect_ratio
 
 
@@ -146,6 +148,8 @@ def image_rules(folder: Path, family: VisionFamily, processor: Any, tokenizer: T
             return _gemma3_rules(folder, processor)
         case "llama4":
             return _llama4_rules(folder, processor, tokenizer)
+        case "ovis2":
+            return _ovis2_rules(folder, processor, tokenizer)
         case "onevision":
             return _onevision_rules(folder, processor)
         case "llava":
@@ -212,6 +216,41 @@ def _llama4_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> LlamaIm
     return LlamaImages(processor, tile, patch, round(1 / ratio), tokens)
 
 
+def _ovis2_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> OvisImages:
+    model, file = read_json(folder / "config.json"), folder / "processor_config.json"
+    config = read_json(file) if file.is_file() else {}
+    vision, tokens = model["vision_config"], OvisTokens(*(token_id(tokenizer, token) for token in OVIS_TOKENS))
+    tile, patch, merge = (
+        vision.get(name, default) for name, default in (("image_size", 224), ("patch_size", 14), ("hidden_stride", 1))
+    )
+    expected = {
+        "size": (tile, tile),
+        "image_seq_length": (tile // patch // merge) ** 2,
+        "crop_to_patches": True,
+        "use_covering_area_grid": True,
+        "tokens": [*model["visual_indicator_token_ids"], model["image_token_id"]],
+    }
+    actual = {
+        "size": (processor.size["height"], processor.size["width"]),
+        "image_seq_length": config.get("image_seq_length", 256),
+        "crop_to_patches": processor.crop_to_patches,
+        "use_covering_area_grid": processor.use_covering_area_grid,
+        "tokens": [*tokens],
+    }
+    _check_same(folder, actual, expected)
+    return OvisImages(processor, tile, patch, merge, tokens)
+
+
+def _check_same(folder: Path, actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raise ValueError if a processor has another setting than config.json, or than is supported."""
+    if differing := [name for name, value in expected.items() if actual[name] != value]:
+        name = differing[0]
+        raise ValueError(
+            f"{folder}: its processor has {name} {actual[name]}, and expected is {expected[name]}, that of config.json "
+            "or the only one that is supported. Copy these files from the original checkpoint."
+        )
+
+
 def _onevision_rules(folder: Path, processor: Any) -> OneVisionImages:
     model, file = read_json(folder / "config.json"), folder / "processor_config.json"
     config = read_json(file) if file.is_file() else {}
@@ -232,12 +271,7 @@ def _onevision_rules(folder: Path, processor: Any) -> OneVisionImages:
         "vision_feature_select_strategy": config.get("vision_feature_select_strategy") or "full",
         "image_grid_pinpoints": pinpoints,
     }
-    if differing := [name for name, value in expected.items() if actual[name] != value]:
-        name = differing[0]
-        raise ValueError(
-            f"{folder}: its processor has {name} {actual[name]}, and config.json has {expected[name]}. Copy these "
-            "files from the original checkpoint."
-        )
+    _check_same(folder, actual, expected)
     if any(side % tile for size in pinpoints for side in size):
         raise ValueError(f"{folder}: image_grid_pinpoints has sizes that are not multiples of {tile}: not supported.")
     return OneVisionImages(pinpoints, tile, patch, int(ratio.rpartition("_")[2]))

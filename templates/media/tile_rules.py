@@ -1,9 +1,9 @@
-"""Rules of image processors that cut images into tiles of one size: InternVL's, Llama 4's and LLaVA-OneVision's."""
+"""Rules of image processors that cut images into tiles of one size: of InternVL, Llama 4, Ovis2 and LLaVA-OneVision."""
 
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,9 @@ from .limits import MediaLimits
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+COVERED_SHARE = 0.9  # of an image's pixels, from which on Ovis2 takes no more tiles
 
 
 class TiledImages(ImageRules):
@@ -184,6 +187,92 @@ def _rectangles(most: int) -> np.ndarray:
             if tiles % rows == 0:
                 shapes.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
     return np.array([shape for group in shapes.values() for shape in group])
+
+
+class OvisImages(TiledImages):
+    """Rules of Ovis2's processor. An image is resized to a rectangle of tiles, which follow all of it in one tile.
+
+    The tokens around and between tiles are visual tokens too.
+
+    tile: side in pixels. tokens: of the names of OvisTokens
+    """
+
+    def __init__(self, processor: Any, tile: int, patch_size: int, merge_size: int, tokens: "OvisTokens"):
+        self.patch_size, self.merge_size = patch_size, merge_size
+        self.most_pixels = processor.max_patches * tile**2
+        self.feature_ids = tokens[:-1]
+        self._tile, self._tokens = tile, tokens
+
+    def _shape(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        check_ratio(height, width, limits.max_ratio)
+        check_no_smallest_size(limits)
+        return _covering_rectangle(height, width, self._tile, self._most_tiles(limits.max_pixels))
+
+    def _most_tiles(self, max_pixels: int) -> int:
+        return max(max_pixels // self._tile**2, 1)
+
+    def layout(self, size: tuple[int, int], limits: MediaLimits) -> Layout:
+        (rows, columns), side = self._shape(*size, limits), self._tile // self.factor
+        return rows, columns, rows * side, columns * side
+
+    def tokens(self, grid: Grid, size: tuple[int, int], limits: MediaLimits) -> int:
+        return len(self.expansion(grid, size, limits))
+
+    def expansion(self, grid: Grid, size: tuple[int, int], limits: MediaLimits) -> np.ndarray:
+        tokens, (rows, columns) = self._tokens, self._shape(*size, limits)
+        tile = [tokens.visual] * ((self._tile // self.factor) ** 2)
+        row = [*[*tile, tokens.tile_end] * (columns - 1), *tile]
+        tiles = [*[*row, tokens.row_end] * (rows - 1), *row] if grid[0] > 1 else []
+        return np.array([tokens.start, *tile, tokens.whole_end, *tiles, tokens.end], np.int32)
+
+    def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
+        height, width = self.resized(pixels.shape[2], pixels.shape[3], limits)
+        return self._with_whole(resize(pixels, height, width), pixels, resize).roll(int(grid[0] > 1), 0)
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        return {"max_patches": self._most_tiles(max_pixels)}
+
+
+class OvisTokens(NamedTuple):
+    """Ids of Ovis2's tokens of an image."""
+
+    start: int
+    whole_end: int  # behind the whole image
+    tile_end: int  # between two tiles of a row
+    row_end: int  # between two rows of tiles
+    end: int
+    visual: int
+
+
+@lru_cache(10_000)
+def _covering_rectangle(height: int, width: int, tile: int, most: int) -> tuple[int, int]:
+    """Return rows and columns of tiles of Ovis2: the fewest that keep 90 % of an image's pixels, else that keep most.
+
+    As transformers chooses them: it cuts an image into as many rows as the rectangle then has columns.
+    """
+    shapes = [(first, second) for first in range(1, most + 1) for second in range(1, most // first + 1)]
+    shares = {shape: _kept_share(height, width, shape, tile) for shape in sorted(shapes, key=math.prod)}
+    if enough := [shape for shape, share in shares.items() if share > COVERED_SHARE]:
+        columns, rows = min(enough, key=lambda shape: (math.prod(shape), -shares[shape]))
+    else:
+        columns, rows = min(shares, key=lambda shape: (-shares[shape], math.prod(shape)))
+    return rows, columns
+
+
+def _kept_share(height: int, width: int, shape: tuple[int, int], tile: int) -> float:
+    """Return the share of pixels that an image keeps if each of its parts shrinks to fit into a tile."""
+    heights, widths = (
+        [side // parts] * (parts - 1) + [side - side // parts * (parts - 1)]
+        for side, parts in zip((height, width), shape, strict=True)
+    )
+    kept = 0.0
+    for part_height in heights:
+        for part_width in widths:
+            longer, shorter = max(part_height, part_width), min(part_height, part_width)
+            if longer > tile:
+                longer, shorter = tile, shorter / longer * tile
+            kept += longer * shorter
+    return kept / (height * width)
 
 
 class OneVisionImages(ImageRules):

@@ -15,8 +15,8 @@ from tests.tiny_vision import picture
 
 pytestmark = pytest.mark.slow
 FAMILIES = "qwen2_5_vl", "qwen3_vl"
-FURTHER = "qwen3_5", "glm4v", "mistral3", "internvl", "llama4", "kimi_k25", "llava_onevision"
-IMAGES_ONLY = "glm4v", "mistral3", "internvl", "llama4", "kimi_k25", "llava_onevision"
+FURTHER = "qwen3_5", "glm4v", "mistral3", "internvl", "llama4", "kimi_k25", "llava_onevision", "ovis2"
+IMAGES_ONLY = "glm4v", "mistral3", "internvl", "llama4", "kimi_k25", "llava_onevision", "ovis2"
 NEW_TOKENS = 10
 
 
@@ -64,7 +64,7 @@ def expected(folder, row, adapter=None, max_pixels=None):
     if max_pixels:
         frames = 2 if folder.name.startswith("glm") else 1  # GLM counts each pixel once for each frame
         edge = math.isqrt(max_pixels) if folder.name.startswith("mistral3") else max_pixels * frames
-        if folder.name.startswith(("internvl", "llama4")):
+        if folder.name.startswith(("internvl", "llama4", "ovis2")):
             processor.image_processor.max_patches = max_pixels // 56**2
         elif folder.name.startswith("kimi_k25"):
             processor.image_processor.max_patches = max_pixels // 14**2

@@ -35,7 +35,7 @@ OUTER = {
     "qwen2_5_omni_text": "qwen2_5_omni_thinker",
 }
 # The config of the text model, where the family has the name of the whole one.
-TEXT = {"qwen3_asr": "qwen3", "llava_onevision": "qwen2"}
+TEXT = {"qwen3_asr": "qwen3", "llava_onevision": "qwen2", "ovis2": "qwen2"}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -308,6 +308,10 @@ def test_unknown_architecture():
             "vision_aspect_ratio 'pad': only anyres",
         ),
         ("llava-onevision-qwen2-7b-ov-hf", {"vision_feature_layer": -2}, {}, "vision_feature_layer -2; .* -1 only"),
+        ("Ovis2-1B-hf", {}, {"tokenize_function": "st_argmax"}, "tokenize_function 'st_argmax'; .* 'softmax' only"),
+        ("Ovis2-1B-hf", {}, {"qkv_bias": True}, "mlp_bias False; .* True only"),
+        ("Ovis2-1B-hf", {}, {"image_size": 462}, "hidden_stride 2: only squares of whole visual tokens"),
+        ("Ovis2-1B-hf", {"vocab_size": 151643}, {}, "vocab_size 151643; .* 151936 only"),
         ("Kimi-K2.5", {}, {"merge_type": "sd2"}, "merge_type 'sd2'; .* 'sd2_tpool' only"),
         ("Kimi-K2.5", {}, {"mm_hidden_size": 1024}, "mm_hidden_size 1024; .* 1152 only"),
         ("Kimi-K2.5", {"projection_layer_norm_eps": 1e-6}, {}, "1e-06 as the epsilon of the projector's norm"),

@@ -212,7 +212,7 @@ WITH_TOWER = [
 # Whose text models transformers makes within a vision-language model only.
 VISION_LANGUAGE = [name for name, model in MODELS.items() if re.search("_vl_|glm4v", model.family)]
 
-TEXT = {"llava_onevision": "qwen2"}  # text models of families with the name of the whole one
+TEXT = {"llava_onevision": "qwen2", "ovis2": "qwen2"}  # text models of families with the name of the whole one
 
 
 def text_class(config: Any) -> Any:
@@ -329,20 +329,24 @@ def test_towers_are_those_of_transformers(name):
         ("Kimi-VL-A3B-Instruct", 16407656048),
         ("llava-1.5-7b-hf", 7063427072 - 12598272),  # but for the last layer and norm of its tower, which are not used
         ("llava-onevision-qwen2-7b-ov-hf", 8030348832 - 2304),  # but for the norm behind its tower, which is not used
+        ("Ovis2-1B-hf", 1131283318),
         ("gemma-3-4b-it", 4300079472),
         ("gemma-3-27b-it", 27432406640),
         ("Llama-4-Scout-17B-16E-Instruct", 108641793536),
     ],
 )
 def test_parameters_of_whole_models(name, published):
-    """The hub's counts of the files' parameters, towers included; Kimi-VL's are Moonlight's and those of its tower."""
+    """The hub's counts of the files' parameters, towers included; Kimi-VL's are Moonlight's and those of its tower.
+
+    Ovis2's is of transformers' class.
+    """
     about, found = text_model(name)
     vision = family_of(MODELS[name].config).describe(MODELS[name].config, vision=True).vision
     assert vision is not None
     settings: Any = SimpleNamespace(params_dtype=torch.bfloat16, attention_kernel="torch")
     tower = TowerPart(vision, None, settings, torch.device("meta"))
     assert count(found.values()) + sum(p.numel() for p in tower.parameters()) == published
-    assert about.tied == name.startswith(("Ministral", "gemma"))
+    assert about.tied == name.startswith(("Ministral", "gemma", "Ovis2"))
 
 
 def check_ropes(about: Architecture, rotary: Any, config: Any) -> None:

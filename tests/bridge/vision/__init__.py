@@ -259,6 +259,33 @@ def llava_onevision() -> Any:
     )  # fmt: skip
 
 
+# Ovis2: tiles of four squares, and learned features around and between them.
+INDICATORS = tuple(range(241, 246))
+VISION_OVIS = {
+    "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 4 * TILE, "vocab_size": 37, "hidden_stride": 2,
+}  # fmt: skip
+
+
+def ovis2() -> Any:
+    from transformers import Ovis2Config
+
+    return Ovis2Config(
+        text_config=TEXT | {"model_type": "qwen2", "rope_parameters": ROPE}, vision_config=VISION_OVIS,
+        image_token_id=IMAGE, visual_indicator_token_ids=INDICATORS, tie_word_embeddings=False,
+        hidden_size=TEXT["hidden_size"], vocab_size=TEXT["vocab_size"],
+    )  # fmt: skip
+
+
+def ovis2_with_biases() -> Any:
+    """Variant whose tower has biases and whose visual tokens are patches."""
+    config = ovis2()
+    for name, value in {"qkv_bias": True, "mlp_bias": True, "hidden_stride": 1, "image_size": 2 * TILE}.items():
+        setattr(config.vision_config, name, value)
+    config.tie_word_embeddings = True
+    return config
+
+
 # Llama 4: tiles of four squares, each with a class token and a rope; the tower ends with an MLP over squares.
 VISION_LLAMA = {
     "hidden_size": 24, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
@@ -296,6 +323,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama4": llama4,
     "kimi_k25": kimi_k25,
     "llava_onevision": llava_onevision,
+    "ovis2": ovis2,
+    "ovis2_with_biases": ovis2_with_biases,
 }
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

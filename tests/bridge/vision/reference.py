@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,20 @@ from tests.bridge.families.reference import (
     gradient,
     routing_margins,
 )
-from tests.bridge.vision import AUDIO, BREAK, CROP, END, FAMILIES, IMAGE, SIDE, START, TILE, VIDEO, VISION_ANYRES
+from tests.bridge.vision import (
+    AUDIO,
+    BREAK,
+    CROP,
+    END,
+    FAMILIES,
+    IMAGE,
+    INDICATORS,
+    SIDE,
+    START,
+    TILE,
+    VIDEO,
+    VISION_ANYRES,
+)
 from tests.kimi_vl import KimiVLForConditionalGeneration
 from tests.tiny_vision import mean_of
 
@@ -60,7 +74,8 @@ def documents(model: Any) -> list[list[MediaDocument]]:
 
 def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDocument:
     if form(model):
-        return _document_of_images(parts, rng, form(model))
+        side = getattr(model.config.vision_config, "hidden_stride", None)  # of a visual token, of Ovis2
+        return _document_of_images(parts, rng, form(model), side)
     is_glm = model.config.model_type.startswith("glm")  # the token of videos is that of images
     ids: list[int] = []
     kinds: list[int] = []
@@ -94,19 +109,19 @@ def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDo
 def form(model: Any) -> str:
     """How a model takes images.
 
-    As "rows" with a token behind each, as "tiles", as "images" of one size whose tokens attend in both directions, as
-    "crops" of one size with a token for each patch, as "patches" whose tokens have one position each, or as patches
-    whose tokens have positions on axes (empty).
+    As "rows" with a token behind each, as "tiles", as "separated tiles" with visual tokens around and between them, as
+    "images" of one size whose tokens attend in both directions, as "crops" of one size with a token for each patch, as
+    "patches" whose tokens have one position each, or as patches whose tokens have positions on axes (empty).
     """
     forms = {"llava": "crops", "mistral3": "rows", "internvl": "tiles", "gemma3": "images", "kimi_vl": "patches"}
-    forms |= {"llama4": "tiles", "kimi_k25": "patches", "llava_onevision": "anyres"}
+    forms |= {"llama4": "tiles", "kimi_k25": "patches", "llava_onevision": "anyres", "ovis2": "separated tiles"}
     return forms.get(model.config.model_type, "")
 
 
-def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str) -> MediaDocument:
+def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str, merge: int | None) -> MediaDocument:
     """A document whose videos are images of as many patches, or about as many tiles."""
     ids: list[int] = []
-    merge = 1 if form in ("crops", "anyres") else MERGE
+    merge = merge or (1 if form in ("crops", "anyres") else MERGE)
     document = MediaDocument(np.empty(0), np.empty(0), None, [], [], [], has_blocks=form == "images", merge=merge)
     for part in parts:
         if isinstance(part, int):
@@ -122,6 +137,13 @@ def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str) -
             document.layouts.append(layout)
             document.counts.append(SIDE**2 + new_height * (new_width + 1))
             ids += [START, *[IMAGE] * document.counts[-1], END]
+        elif form == "separated tiles":
+            rows, columns = (2, 2) if part[0] > 1 else (1, max(part[2] // 3, 1))
+            time, height, width = rows * columns + (rows * columns > 1), 2 * merge, 2 * merge
+            image = separated(rows, columns, 4)
+            document.layouts.append((rows, columns, 2 * rows, 2 * columns))
+            document.counts.append(len(image))
+            ids += image
         elif form == "crops":
             time, height, width = 1, CROP, CROP
             ids += [IMAGE] * CROP**2
@@ -137,7 +159,7 @@ def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str) -
         pixels = rng.integers(0, 256, (time * height * width, CHANNELS * PATCH**2))
         document.pixels.append(torch.from_numpy(pixels.astype(np.uint8)))
     document.ids = np.array(ids)
-    is_text = ~np.isin(document.ids, [IMAGE, BREAK, START, END])
+    is_text = ~np.isin(document.ids, [IMAGE, BREAK, START, END, *INDICATORS])
     document.weights = (rng.random(len(ids)) < 0.7).astype(np.float32) * is_text
     return document
 
@@ -150,7 +172,7 @@ def model_inputs(document: MediaDocument, form: str) -> dict[str, Tensor]:
         merge = document.merge
         squares = squares.view(time, height // merge, width // merge, merge, merge, CHANNELS, PATCH, PATCH)
         images += squares.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(time, CHANNELS, height * PATCH, width * PATCH)
-    if form in ("tiles", "images", "crops"):
+    if form in ("tiles", "separated tiles", "images", "crops"):
         return {"pixel_values": torch.stack(images)}
     if form == "anyres":
         images = [F.pad(image, (0, 2, 0, 2)) for image in images]  # which the tower does not see
@@ -166,6 +188,16 @@ def model_inputs(document: MediaDocument, form: str) -> dict[str, Tensor]:
     longest, widest = sizes.amax(0).tolist()
     padded = [F.pad(image, (0, widest - image.shape[2], 0, longest - image.shape[1])) for image in images]
     return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
+
+
+def separated(rows: int, columns: int, tile: int) -> list[int]:
+    """Return the ids of an image of Ovis2, as its processor has them. tile: visual tokens of a tile"""
+    from transformers import Ovis2Processor
+
+    named = SimpleNamespace(image_seq_length=tile)
+    text = Ovis2Processor.replace_image_token(named, {"grids": torch.tensor([[rows, columns]])}, 0)  # type: ignore
+    names = dict(zip(("START", "GRID", "COL", "ROW", "END"), INDICATORS, strict=True)) | {"ATOM": IMAGE}
+    return [names[name] for name in re.findall(r"<IMG_(\w+)>", text)]
 
 
 def anyres_layout(size: tuple[int, int], side: int, tile: int, most: int = 3) -> tuple[int, int, int, int]:
@@ -198,7 +230,7 @@ def _grids(document: MediaDocument) -> dict[str, Tensor | None]:
 
 def visual_tokens(document: MediaDocument) -> list[np.ndarray]:
     """The positions of the tokens of each image or video."""
-    visual = np.flatnonzero((document.ids == IMAGE) | (document.ids == VIDEO))
+    visual = np.flatnonzero(np.isin(document.ids, [IMAGE, VIDEO, *INDICATORS]))
     counts = document.counts or [int(np.prod(grid)) // document.merge**2 for grid in document.grids]
     return np.split(visual, np.cumsum(counts)[:-1]) if counts else []
 

@@ -47,6 +47,7 @@ CASES = {
         "TP2 SP",
     ),
     "features put together": ("llava_onevision", {"vision": ALL}, "CP2"),
+    "visual words": ("ovis2", {"vision": ALL}, "TP2 SP"),
     "beside MoonViT": ("kimi_k25", {"vision": {}}, "TP2 SP EP2"),
     "MLP of squares": ("llama4", {"vision": ALL}, "TP2 SP"),
     "whole tower with an MLP of squares": (
@@ -69,6 +70,7 @@ LONG += (
     "whole tower with a norm of embeddings",
     "beside MoonViT",
     "features put together",
+    "visual words",
     "MLP of squares",
     "whole tower with an MLP of squares",
 )

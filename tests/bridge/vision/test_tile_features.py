@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from megaswift.bridge.layers.tile_features import plan_tile_features
+from megaswift.bridge.layers.tile_features import plan_indicators, plan_tile_features
 
 from tests.bridge.vision.reference import anyres_layout, reduced_size
 
@@ -42,7 +42,8 @@ def test_features_are_those_of_transformers(tile: int, side: int, most: int) -> 
         grids = torch.tensor([(len(features[number]), side, side) for number in chosen])
         values = (torch.tensor([of[number] for number in chosen]) for of in (layouts, counts))
         plan = plan_tile_features(grids, *values, most, torch.device("cpu"))
-        found = plan.apply(torch.cat([features[number] for number in chosen]).flatten(0, 1), torch.full((3,), NEWLINE))
+        of_tiles = torch.cat([features[number] for number in chosen]).flatten(0, 1)
+        found = plan.apply(of_tiles, torch.full((1, 3), NEWLINE))
         wanted = torch.cat([expected[number] for number in chosen])
         assert (found - wanted).abs().max() < 1e-4
         assert (plan.weights is None) == torch.equal(found, wanted) == (chosen is plain)
@@ -52,5 +53,14 @@ def test_a_broken_image_has_as_many_features() -> None:
     grids, counts = torch.tensor([(3, 2, 2), (2, 2, 2)]), torch.tensor([19, 5])
     layouts = torch.zeros(2, 4, dtype=torch.int64)
     plan = plan_tile_features(grids, layouts, counts, 1, torch.device("cpu"))
-    found = plan.apply(torch.arange(20.0)[:, None], torch.tensor([NEWLINE]))
+    found = plan.apply(torch.arange(20.0)[:, None], torch.tensor([[NEWLINE]]))
     assert found.flatten().tolist() == [*range(12), *range(7), *range(12, 17)]
+
+
+def test_a_broken_image_of_visual_words_has_as_many_features() -> None:
+    """One beside it keeps the learned features around it."""
+    grids, counts = torch.tensor([(3, 2, 2), (1, 4, 2)]), torch.tensor([19, 5])
+    layouts = torch.tensor([(0, 0, 0, 0), (1, 1, 2, 1)])
+    plan = plan_indicators(grids, layouts, counts, 2, torch.device("cpu"))
+    found = plan.apply(torch.arange(5.0)[:, None], -torch.arange(1.0, 6.0)[:, None])
+    assert found.flatten().tolist() == [*[0, 1, 2] * 6, 0, -1, 3, 4, -2, -5]

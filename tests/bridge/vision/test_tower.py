@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "llava": "LlavaForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
     "llava_onevision": "LlavaOnevisionForConditionalGeneration",
+    "ovis2": "Ovis2ForConditionalGeneration",
 }
 
 
@@ -35,7 +36,10 @@ def whole(entry: MappingEntry, tensors: dict[str, Tensor], shape: tuple[int, ...
     return torch.cat([tensors[entry.hf[span.part or 0]][span.start : span.stop : span.step] for span in spans])
 
 
-@pytest.mark.parametrize("family", ["mistral3", "ministral3", "internvl_qwen3", "kimi_vl", "gemma3", "llava", "llama4"])
+@pytest.mark.parametrize(
+    "family",
+    ["mistral3", "ministral3", "internvl_qwen3", "kimi_vl", "gemma3", "llava", "llama4", "ovis2", "ovis2_with_biases"],
+)
 def test_features_and_gradients_are_those_of_transformers(family: str) -> None:
     config = FAMILIES[family]()
     model = build(config)

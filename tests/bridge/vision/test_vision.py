@@ -38,8 +38,12 @@ USUAL = {
     "llama4": ("TP2 SP EP2",),
     "kimi_k25": (),
     "llava_onevision": ("CP2",),
+    "ovis2": ("TP2 SP",),
+    "ovis2_with_biases": (),
 }
 FURTHER_FAULTS = (
+    ("ovis2", "position embeddings of the next row", ""),
+    ("ovis2", "one block for all images", ""),
     ("llava_onevision", "position embeddings of the next row", ""),
     ("llava_onevision", "one block for all images", ""),
     ("kimi_k25", "height and width swapped", ""),
@@ -184,6 +188,8 @@ def test_micro_batches_are_encoded_together_without_a_backward_pass(processes, l
         ("kimi_vl", "height and width swapped", ""),
         ("llama4", "class tokens at the first patch", ""),
         ("llava_onevision", "features of tiles in the next place", ""),
+        ("ovis2", "features of tiles in the next place", ""),
+        ("ovis2", "patches of a square in another order", ""),
         *(pytest.param(*case, marks=pytest.mark.long) for case in FURTHER_FAULTS),
     ],
 )

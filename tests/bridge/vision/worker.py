@@ -30,7 +30,7 @@ from megaswift.bridge.layers import packed_seqs
 from megaswift.bridge.layers.audio_plan import AudioPlan, plan_audios
 from megaswift.bridge.layers.deepstack import MediaFeatures
 from megaswift.bridge.layers.patch_plan import Blocks, PatchPlan, plan_patches
-from megaswift.bridge.layers.tile_features import plan_tile_features
+from megaswift.bridge.layers.tile_features import plan_features
 from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import build_model, enable_grads_through_frozen
 from megaswift.bridge.model.model import Model
@@ -314,11 +314,12 @@ def _shift_tile_features(model: Model) -> Any:
     """Features of images in the next place."""
 
     def changed(*arguments: Any) -> Any:
-        plan = plan_tile_features(*arguments)
+        plan = plan_features(*arguments)
+        assert plan is not None
         weights = plan.weights if plan.weights is None else plan.weights.roll(1, 0)
         return replace(plan, taps=plan.taps.roll(1, 0), weights=weights)
 
-    return mock.patch("megaswift.bridge.model.vision_encoder.plan_tile_features", changed)
+    return mock.patch("megaswift.bridge.model.vision_encoder.plan_features", changed)
 
 
 def _move_class_tokens(plan: PatchPlan) -> PatchPlan:

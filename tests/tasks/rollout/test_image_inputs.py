@@ -16,8 +16,10 @@ from tests import tiny_vision
 pytestmark = pytest.mark.slow
 PLACEHOLDERS = {"qwen3_vl": "<|image_pad|>", "glm4v": "<|image|>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
 PLACEHOLDERS |= {"llama4": "<|image|>", "kimi_k25": "<|media_pad|>", "llava_onevision": "<image>"}
+PLACEHOLDERS |= {"ovis2": "<image>"}
 
-IMAGE = {"llama4": "<|patch|>"}  # in the requests of a run, which has another than the texts of processors
+# In the requests of a run, which has another than the texts of processors.
+IMAGE = {"llama4": "<|patch|>", "ovis2": "<IMG_ATOM>"}
 
 
 @pytest.mark.parametrize("family", PLACEHOLDERS)
@@ -39,7 +41,7 @@ def test_inputs_are_those_of_the_processor(family: str, tmp_path) -> None:
         prompts = [text.replace(token, IMAGE.get(family, token)) for text in texts]
         requests = [
             Request(
-                vision_ids(processor, text.replace("<|image|>", IMAGE.get(family, "<|image|>"))),
+                vision_ids(processor, text.replace(token, IMAGE.get(family, token))),
                 0,
                 images=[images[number] for number in numbers],
             )

@@ -47,6 +47,7 @@ def place(tmp_path_factory) -> Path:
     tiny_vision.llama4(place / "llama4")
     tiny_vision.kimi_k25(place / "kimi_k25")
     tiny_vision.llava_onevision(place / "llava_onevision")
+    tiny_vision.ovis2(place / "ovis2")
     for number in range(9):
         tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place / f"{number}.png")
     write(place / "train.jsonl", [row(number) for number in range(STEPS * BATCH)])
@@ -156,6 +157,7 @@ FURTHER = (
     "llama4",
     "kimi_k25",
     "llava_onevision",
+    "ovis2",
 )
 
 

@@ -105,6 +105,14 @@ def test_limits_of_separated_tiles(checkpoint, max_pixels, tiles) -> None:
     assert (plan.grid, plan.tokens, plan.length) == ((tiles, 4, 4), 4 * tiles, 4 * tiles + separators + 3)
 
 
+@pytest.mark.parametrize(("max_pixels", "tiles"), [(None, 7), (4 * 56 * 56, 5), (56 * 56, 1), (1, 1)])
+def test_limits_of_tiles_between_visual_tokens(checkpoint, max_pixels, tiles) -> None:
+    options = {} if max_pixels is None else {"max_pixels": max_pixels}
+    plan = checkpoint("ovis2").vision(**options).plan(Medium("image", picture(300, 200)))
+    visual = 4 * tiles + {7: 8, 5: 6, 1: 3}[tiles]
+    assert (plan.grid, plan.tokens, plan.length) == ((tiles, 4, 4), visual, visual)
+
+
 def test_limits_of_images_that_the_model_decides(checkpoint) -> None:
     vision = checkpoint("llava_onevision").vision()
     assert vision.plan(Medium("image", picture(30, 90))).grid == (4, 2, 2)  # three tiles, and one of all

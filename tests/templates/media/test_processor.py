@@ -23,11 +23,13 @@ FAMILIES = (
     "gemma3",
     "llama4",
     "llava_onevision",
+    pytest.param("ovis2", marks=pytest.mark.long),
     pytest.param("kimi_k25", marks=pytest.mark.long),
     pytest.param("llava", marks=pytest.mark.long),
     pytest.param("qwen3_5", marks=pytest.mark.long),
 )
 IMAGES_ONLY = "glm4v", "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4", "kimi_k25", "llava_onevision"
+IMAGES_ONLY += ("ovis2",)
 ROWS = 200
 WORDS = ["what", "colour", "is", "the", "shape", "a", "red", "circle", "blue", "square", "sky", "picture"]
 
@@ -85,6 +87,9 @@ def reference(processor, row: dict) -> dict:
     inputs = processor(text=[text], images=images or None, **options, return_tensors="pt")
     if hasattr(processor, "tile_global_token") and images:  # Llama 4's, which puts all of an image behind its tiles
         shapes = [processor.image_processor(images=[image])["aspect_ratios"][0] for image in images]
+        inputs["tiles"] = [math.prod(shape) + (math.prod(shape) > 1) for shape in shapes]
+    elif "grids" in getattr(processor, "unused_input_names", ()) and images:  # Ovis2's
+        shapes = processor.image_processor(images=images)["grids"]
         inputs["tiles"] = [math.prod(shape) + (math.prod(shape) > 1) for shape in shapes]
     elif hasattr(getattr(processor, "image_processor", None), "crop_to_patches") and images:
         tiles = processor.image_processor.get_number_of_image_patches
@@ -190,7 +195,7 @@ def test_rows_are_what_transformers_makes(prepared) -> None:
         expected = reference(made.processor, row)
         [(ids, weights)] = store.row(number)
         assert ids.tolist() == expected["input_ids"][0].tolist()
-        is_visual = np.isin(ids, [vision.image_token_id, vision.video_token_id])
+        is_visual = np.isin(ids, vision.placeholder_ids)
         assert not weights[is_visual].any()
         assert weights.any()
         media = store.media(number)
@@ -214,8 +219,8 @@ def test_rows_are_what_transformers_makes(prepared) -> None:
             assert batch.blocks is None
         assert batch.media.positions.tolist() == [
             position
-            for token in (vision.image_token_id, vision.video_token_id)
-            for position in np.flatnonzero(ids == token).tolist()
+            for of_videos in (False, True)
+            for position in np.flatnonzero(is_visual & ((ids == vision.video_token_id) == of_videos)).tolist()
         ]
         for kind in seen:
             pixels = getattr(batch.media, f"{kind}_pixels")

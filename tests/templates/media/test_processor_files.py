@@ -40,8 +40,8 @@ def test_tiles_of_another_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("vision_aspect_ratio", "anyres_max_4", "vision_aspect_ratio anyres_max_3, and config.json has anyres_max_4"),
-        ("image_grid_pinpoints", [[32, 64]], r"image_grid_pinpoints \[.*, and config.json has \[\(32, 64\)\]"),
+        ("vision_aspect_ratio", "anyres_max_4", "vision_aspect_ratio anyres_max_3, and expected is anyres_max_4"),
+        ("image_grid_pinpoints", [[32, 64]], r"image_grid_pinpoints \[.*, and expected is \[\(32, 64\)\]"),
     ],
 )
 def test_tokens_of_other_settings(name: str, value: Any, said: str, tmp_path: Path) -> None:
@@ -49,6 +49,26 @@ def test_tokens_of_other_settings(name: str, value: Any, said: str, tmp_path: Pa
     assert opened(folder, "config.json")
     with pytest.raises(ValueError, match=said):
         opened(folder, "config.json", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("use_covering_area_grid", False, "use_covering_area_grid False, and expected is True"),
+        ("crop_to_patches", False, "crop_to_patches False, and expected is True"),
+        ("image_seq_length", 5, "image_seq_length 5, and expected is 4"),
+        ("image_token_id", 7, r"tokens \[.*, and expected is \[.*, 7\]"),
+    ],
+)
+def test_visual_tokens_of_other_settings(name: str, value: Any, said: str, tmp_path: Path) -> None:
+    folder = tiny_vision.FAMILIES["ovis2"](tmp_path)
+    assert opened(folder, "config.json")
+    settings = json.loads((folder / "processor_config.json").read_text())
+    changes = {name: value}
+    if name in settings["image_processor"]:
+        changes = {"image_processor": settings["image_processor"] | changes}
+    with pytest.raises(ValueError, match=said):
+        opened(folder, "config.json" if name == "image_token_id" else "processor_config.json", **changes)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

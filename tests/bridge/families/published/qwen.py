@@ -251,6 +251,39 @@ ONEVISION_TENSORS = (
     "image_newline",
 )
 
+OVIS2_1B = {
+    "architectures": ["Ovis2ForConditionalGeneration"],
+    "hidden_size": 896,
+    "image_token_id": 151665,
+    "model_type": "ovis2",
+    "text_config": _qwen2(896, 4864, 24, 14, 2, tied=True, vocab=151936),
+    "torch_dtype": "bfloat16",
+    "vision_config": {
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "hidden_stride": 2,
+        "image_size": 448,
+        "intermediate_size": 2816,
+        "mlp_bias": False,
+        "num_attention_heads": 8,
+        "num_channels": 3,
+        "num_hidden_layers": 24,
+        "num_visual_indicator_tokens": 5,
+        "patch_size": 14,
+        "qkv_bias": False,
+        "rms_norm_eps": 1e-05,
+        "tokenize_function": "softmax",
+        "vocab_size": 65536,
+    },
+    "visual_indicator_token_ids": [151666, 151667, 151668, 151669, 151670],
+    "vocab_size": 151936,
+}
+OVIS2_TENSORS = (
+    "model.vision_tower.transformer.rms_norm.weight",
+    "model.vision_tower.head_norm.bias",
+    "model.visual_embeddings_table.weight",
+)
+
 MODELS = {
     "Qwen2.5-7B-Instruct": Published("qwen2", "7615616512", QWEN_2_5_7B),
     "Qwen2.5-0.5B": Published(
@@ -296,6 +329,7 @@ MODELS = {
     "Qwen3-0.6B": Published("qwen3", "596049920", _qwen3(1024, 3072, 28, 16, 8, tied=True), HEAD),
     "Qwen3-8B": Published("qwen3", "8190735360", _qwen3(4096, 12288, 36, 32, 8)),
     "llava-onevision-qwen2-7b-ov-hf": Published("llava_onevision", "7615616512", LLAVA_ONEVISION_7B, ONEVISION_TENSORS),
+    "Ovis2-1B-hf": Published("ovis2", "494032768", OVIS2_1B, OVIS2_TENSORS),
     "InternVL3_5-8B-HF": Published("qwen3", "8190735360", INTERNVL3_5_8B, INTERNVIT_TENSORS),
     "Qwen3-8B-FP8": Published("qwen3", "8190735360", _qwen3(4096, 12288, 36, 32, 8, quantization_config=FP8)),
     "DeepSeek-R1-0528-Qwen3-8B": Published(
