@@ -164,20 +164,28 @@ def qwen3_5(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Qwen3_5ForConditionalGeneration, config, processor, seed)
 
 
-def glm4v(folder: Path, seed: int = 0) -> Path:
-    """Write a tiny GLM-4.1V with its processor to a folder and return it."""
-    from transformers import Glm4vConfig, Glm4vForConditionalGeneration, Glm4vImageProcessor, Glm4vProcessor
+def glm4v(folder: Path, seed: int = 0, *, processor_46v: bool = False) -> Path:
+    """Write a tiny GLM-4.1V with its processor, or with that of GLM-4.6V, to a folder and return it."""
+    from transformers import (
+        Glm4vConfig,
+        Glm4vForConditionalGeneration,
+        Glm4vImageProcessor,
+        Glm4vProcessor,
+        Glm46VImageProcessor,
+        Glm46VProcessor,
+    )
     from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
+    from transformers.models.glm46v.video_processing_glm46v import Glm46VVideoProcessor
 
     vocabulary = tokenizer(GLM_SPECIAL, eos="<|endoftext|>")
     sizes = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     # Limits are of the pixels of both frames.
     size = {"shortest_edge": 8 * 28 * 28, "longest_edge": 128 * 28 * 28}
-    processor = Glm4vProcessor(
-        Glm4vImageProcessor(**sizes, size=size),
-        vocabulary,
-        Glm4vVideoProcessor(**sizes, size=size),
-        chat_template=GLM_TEMPLATE,
+    kinds: Any = Glm4vProcessor, Glm4vImageProcessor, Glm4vVideoProcessor
+    if processor_46v:
+        kinds = Glm46VProcessor, Glm46VImageProcessor, Glm46VVideoProcessor
+    processor = kinds[0](
+        kinds[1](**sizes, size=size), vocabulary, kinds[2](**sizes, size=size), chat_template=GLM_TEMPLATE
     )
     rope = {
         "rope_type": "default",
@@ -340,6 +348,7 @@ FAMILIES = {
     "ovis2": ovis2,
     "mistral3": mistral3,
     "glm4v": glm4v,
+    "glm46v": lambda folder, **options: glm4v(folder, processor_46v=True, **options),
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": lambda folder, **options: qwen3_vl(folder, moe=True, **options),

@@ -159,6 +159,11 @@ def check_media(run: Run, options: EngineOptions) -> None:
             f"{flag}: the data has audios, which this version sends to no such engine. Set --use_vllm false, which "
             "generates with transformers, or remove the audios"
         )
+    if has_videos(run.data) and run.vision and run.vision.family.has_image_tokens:
+        raise ValueError(
+            f"--dataset: it has videos, to which {run.vision.model_type} generates no answers in this version. Remove "
+            "them."
+        )
     if kind == "vllm" and has_videos(run.data) and run.vision and not takes_videos(run.vision):
         raise ValueError(
             "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL alone in this version. Set "

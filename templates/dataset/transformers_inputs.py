@@ -46,6 +46,11 @@ def transformers_inputs(
     if not images and not videos:
         return inputs
     kinds = torch.zeros_like(tokens, dtype=torch.int32)
+    if vision.family.has_image_tokens:
+        start, end = vision.video_ends
+        is_within = (tokens == start).cumsum(1) > (tokens == end).cumsum(1)
+        kinds[tokens == vision.image_token_id] = 1
+        return inputs | {"mm_token_type_ids": kinds * (1 + is_within.int())}
     for number, kind in enumerate(SEEN, 1):  # transformers' numbers
         if plans[kind]:
             kinds[tokens == vision.placeholder_id(kind)] = number

@@ -35,6 +35,7 @@ ONEVISION_IMAGE = Placeholder("", "<image>", "")
 OVIS_IMAGE = Placeholder("", "<IMG_ATOM>", "")
 LLAMA_IMAGE = Placeholder("", "<|patch|>", "")
 GLM_IMAGE = Placeholder("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
+GLM_VIDEO = Placeholder("<|begin_of_video|>", "<|video|>", "<|end_of_video|>")
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class VisionFamily:
     """What differs between the processors of the families.
 
     norm_bbox: form of boxes that the model learned
-    has_timestamps: each patch of time of a video has its own block of tokens, behind its time as text; the limits of a
+    has_timestamps: each patch of time of a video has its own block of tokens, beside its time as text; the limits of a
         video are those of all its frames together
+    has_image_tokens: the visual tokens of a video are those of images, between tokens of a video
     has_retrieval_prompts: embeddings and rerankers have the prompts of Qwen3-VL-Embedding and Qwen3-VL-Reranker
     video: None: videos are not supported
     counts_frames: the checkpoint's limits of an image count each of its pixels once for each frame of a patch of time,
@@ -81,6 +83,7 @@ class VisionFamily:
 
     norm_bbox: Literal["norm1000", "none"]
     has_timestamps: bool = False
+    has_image_tokens: bool = False
     has_retrieval_prompts: bool = False
     image: Placeholder | None = QWEN_IMAGE
     video: Placeholder | None = QWEN_VIDEO
@@ -109,7 +112,15 @@ class VisionFamily:
 
 QWEN_AUDIO = Placeholder("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
 ASR = VisionFamily("none", image=None, video=None, has_axes=False, audio=AudioFamily(QWEN_AUDIO))
-GLM = VisionFamily("norm1000", image=GLM_IMAGE, video=None, counts_frames=True, tower_mlp="out_hidden_size")
+GLM = VisionFamily(
+    "norm1000",
+    image=GLM_IMAGE,
+    video=GLM_VIDEO,
+    has_timestamps=True,
+    has_image_tokens=True,
+    counts_frames=True,
+    tower_mlp="out_hidden_size",
+)
 MISTRAL = VisionFamily("norm1000", image=PIXTRAL_IMAGE, video=None, has_axes=False, processor="pixtral")
 INTERN = VisionFamily("norm1000", image=INTERN_IMAGE, video=None, has_axes=False, processor="internvl")
 KIMI = VisionFamily("norm1000", image=KIMI_IMAGE, video=None, has_axes=False, processor="kimi_vl")

@@ -20,7 +20,7 @@ from ..formats.schemas import UnusableRow
 from ..options import MediaOptions
 from ..tokenizer import Tokenizer
 from .audio_processor import AudioProcessor
-from .families import FAMILIES, QWEN_VIDEO
+from .families import FAMILIES
 from .feature_cache import FeatureFiles
 from .image_rules import Grid, Layout, grown, smart_resize
 from .images import image_size, open_image
@@ -34,8 +34,10 @@ from .processor_files import (
     read_model,
     token_id,
     video_config,
+    video_form,
 )
-from .videos import VideoInfo, read_frames, sample_even, sample_floor, video_info
+from .timestamps import Timestamps
+from .videos import VideoInfo, read_frames, video_info
 
 if TYPE_CHECKING:
     import torch
@@ -92,9 +94,9 @@ class VisionProcessor:
         config = read_model(folder)
         self.model_type: str = config["model_type"]
         self.family = FAMILIES[self.model_type]
-        self._sample = sample_even if self.family.has_timestamps else sample_floor
         self.allow_private = options.allow_private_media_urls
         image, video = load_processors(folder, self.family)
+        self._form, self._sample = video_form(video, self.family, requested_values(options))
         self._rules = image_rules(folder, self.family, image, tokenizer)
         self.patch_size, self.merge_size = self._rules.patch_size, self._rules.merge_size
         self.temporal_patch_size = self._rules.temporal_patch_size
@@ -134,7 +136,9 @@ class VisionProcessor:
         elif self.family.follows_time:
             self.tokens_per_second = config.get("position_id_per_seconds", 25)
         self._tokenizer = tokenizer
-        self._timestamps: dict[str, list[int]] = {}
+        self._timestamps: Timestamps | None = None
+        if self._form is not None:
+            self._timestamps = Timestamps(tokenizer, self._form, self._visual_id("video"), self.temporal_patch_size)
         self.chat_template = chat_template(folder, self.family, tokenizer)
         self.feature_files: FeatureFiles | None = None  # cached features of the run's tower (--precompute_features)
 
@@ -162,13 +166,18 @@ class VisionProcessor:
         sizes = self.patch_size, self.merge_size, self.temporal_patch_size
         boxes = self.norm_bbox, self.bbox_format
         audio = self.audio.fingerprint if self.audio else None
-        return [self.model_type, *astuple(self.limits), *tokens, *sizes, *boxes, self.allow_private, audio]
+        form = [self._form] if self.family.has_image_tokens else []  # it differs between checkpoints of a model_type
+        return [self.model_type, *astuple(self.limits), *tokens, *sizes, *boxes, self.allow_private, audio, *form]
 
     def placeholder_id(self, kind: MediaKind) -> int:
         """Return the token that stands for a medium. Raises UnusableRow if the model takes none of its kind."""
         if kind not in self.placeholders:
             raise UnusableRow(self._refusal(kind))
         return self.placeholders[kind]
+
+    def _visual_id(self, kind: MediaKind) -> int:
+        """Return the token that stands for each feature of a medium."""
+        return self.placeholder_id("image" if self.family.has_image_tokens else kind)
 
     def _refusal(self, kind: MediaKind) -> str:
         return f"it has {kind}s, which are not supported with {self.model_type}"
@@ -204,6 +213,12 @@ class VisionProcessor:
         """Return the tokens before and behind a placeholder, which belong to the medium."""
         return self._enclosing_ids[token]
 
+    @property
+    def video_ends(self) -> tuple[int, int]:
+        """Tokens before and behind a video."""
+        (start,), (end,) = self.enclosing(self.placeholder_id("video"))
+        return start, end
+
     def placeholder_text(self, kind: MediaKind) -> str:
         """Return the text of a medium where there is no chat template: in pre-training. Raises UnusableRow."""
         placeholder = self.family.placeholder(kind)
@@ -236,8 +251,8 @@ class VisionProcessor:
         """
         time = -(-len(indices) // self.temporal_patch_size)
         grid = time, height // self.patch_size, width // self.patch_size
-        if self.family.has_timestamps:
-            expansion = self._with_timestamps(grid, indices, info.fps)
+        if self._timestamps:
+            expansion = self._timestamps.expansion(indices, info.fps, self.tokens((1, *grid[1:])))
             return MediaPlan("video", grid, self.tokens(grid), expansion=expansion)
         return MediaPlan("video", grid, self.tokens(grid), self._time_step(info, len(indices), fps or self.limits.fps))
 
@@ -372,7 +387,7 @@ class VisionProcessor:
         time, height, width = plan.grid[0], plan.grid[1] // self.merge_size, plan.grid[2] // self.merge_size
         if plan.expansion is None:
             return [(0, (time, height, width))]
-        visual = np.flatnonzero(plan.expansion == self.placeholder_id(plan.kind))
+        visual = np.flatnonzero(plan.expansion == self._visual_id(plan.kind))
         return [(int(first), (1, height, width)) for first in visual[:: height * width]]
 
     def visual_offsets(self, plan: MediaPlan) -> np.ndarray:
@@ -380,7 +395,7 @@ class VisionProcessor:
         if plan.expansion is None:
             return np.arange(plan.tokens)
         others = self._rules.feature_ids if plan.kind == "image" else ()
-        return np.flatnonzero(np.isin(plan.expansion, [self.placeholder_id(plan.kind), *others]))
+        return np.flatnonzero(np.isin(plan.expansion, [self._visual_id(plan.kind), *others]))
 
     def encoding_cost(self, plan: MediaPlan) -> int:
         """Return the relative time to encode a medium."""
@@ -419,7 +434,9 @@ class VisionProcessor:
         if limits.frame_min_pixels:
             least = limits.frame_min_pixels * frames
         if limits.frame_max_pixels:
-            most = max(min(limits.frame_max_pixels, most // frames), int(limits.video_min_pixels * 1.05)) * frames
+            floor = int(limits.video_min_pixels * 1.05)  # of a frame, in Qwen3-VL's processor
+            floor *= 1 if self.family.has_image_tokens else frames
+            most = max(min(limits.frame_max_pixels, most // frames) * frames, floor)
         if frames < self.temporal_patch_size:
             raise UnusableRow(f"a video has fewer than {self.temporal_patch_size} frames")
         height, width = grown(height, width, self.factor)
@@ -427,21 +444,6 @@ class VisionProcessor:
         return smart_resize(
             height, width, self.factor, least, most, max_ratio=max_ratio, frames=frames, rounded_frames=time
         )
-
-    def _with_timestamps(self, grid: Grid, indices: Sequence[int], fps: float) -> np.ndarray:
-        """Return the ids of a video whose patches of time follow their times as text."""
-        size = self.temporal_patch_size
-        indices = [*indices, *[indices[-1]] * (-len(indices) % size)]
-        times = [(indices[i] / fps + indices[i + size - 1] / fps) / 2 for i in range(0, len(indices), size)]
-        start, end = self._tokenizer.encode(QWEN_VIDEO.start + QWEN_VIDEO.end, add_special_tokens=False)
-        visual = [start, *[self.placeholder_id("video")] * (grid[1] * grid[2] // self.merge_size**2), end]
-        ids = [token for time in times for token in (*self._timestamp(f"<{time:.1f} seconds>"), *visual)]
-        return np.array(ids, np.int32)
-
-    def _timestamp(self, text: str) -> list[int]:
-        if text not in self._timestamps:
-            self._timestamps[text] = self._tokenizer.encode(text, add_special_tokens=False)
-        return self._timestamps[text]
 
     def _time_step(self, info: VideoInfo, frames: int, fps: float) -> int:
         if self.tokens_per_second is None:

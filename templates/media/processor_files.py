@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ from .image_rules import (
     QwenImages,
     SquareImages,
 )
+from .limits import MediaLimits
 from .tile_rules import InternImages, LlamaImages, LlamaTokens, OneVisionImages, OvisImages, OvisTokens
+from .timestamps import Form as TimestampForm
+from .videos import VideoInfo, sample_even, sample_floor, sample_glm4v, sample_glm46v
 
 PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 # Names of Pixtral's tokens in processor_config.json, and their default: of a patch, of the ends of a row and an image.
@@ -133,6 +138,27 @@ def video_config(processor: Any, family: VisionFamily) -> dict[str, Any] | None:
     sizes = family.video_pixels or [processor.size[edge] for edge in edges]
     size = dict(zip(edges, sizes, strict=True))
     return {"size": size} | {name: getattr(processor, name, None) for name in names}
+
+
+# Which frames of a video are taken. Arguments: its facts, limits, and frames of a patch of time
+Sample = Callable[[VideoInfo, MediaLimits, int], list[int]]
+
+
+def video_form(
+    processor: Any, family: VisionFamily, requested: Mapping[str, Any]
+) -> tuple[TimestampForm | None, Sample]:
+    """Return the form of a video's times, None without them, and how its frames are sampled.
+
+    processor: transformers' video processor. requested: values of variables
+    Raises ValueError for variables that videos of a GLM do not have.
+    """
+    if not family.has_image_tokens:
+        return ("qwen3", sample_even) if family.has_timestamps else (None, sample_floor)
+    if names := sorted(requested.keys() & {"FPS_MIN_FRAMES", "FPS_MAX_FRAMES", "FRAME_FACTOR"}):
+        raise ValueError(f"{names[0]} {requested[names[0]]}: the number of frames of a GLM's video has no such limit.")
+    if type(processor).__name__ == "Glm46VVideoProcessor":
+        return "glm46v", sample_glm46v
+    return "glm4v", partial(sample_glm4v, longest=processor.max_duration)
 
 
 def image_rules(folder: Path, family: VisionFamily, processor: Any, tokenizer: Tokenizer) -> ImageRules:

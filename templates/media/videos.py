@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 
+# Of GLM-4.6V: patches of time per second of a video up to so many seconds, and of longer ones; the longest length that
+# counts, and the most frames.
+GLM_RATES, GLM_SLOWEST = {30: 3, 300: 1}, 0.5
+GLM_LONGEST, GLM_MOST_FRAMES = 2400, 640
+
+
 class VideoInfo(NamedTuple):
     """Facts from a video's header."""
 
@@ -75,6 +81,67 @@ def sample_even(info: VideoInfo, limits: MediaLimits, factor: int) -> list[int]:
     return np.linspace(0, info.frames - 1, number).round().astype(int).tolist()
 
 
+def sample_glm4v(info: VideoInfo, limits: MediaLimits, factor: int, *, longest: float) -> list[int]:
+    """Return the numbers of the frames to take, as transformers' Glm4vVideoProcessor: an even number of them.
+
+    longest: seconds, from which on frames are farther apart
+    """
+    if info.is_list:
+        return list(range(info.frames))
+    last, duration = info.frames - 1, info.frames / info.fps
+    if duration <= longest:
+        number = max(math.floor(duration * limits.fps), 1)
+        places = [math.ceil(number * info.fps / limits.fps) for number in range(number)]
+    elif (number := int(longest * limits.fps)) >= info.frames:
+        places = [*range(info.frames)]
+    else:
+        places = [math.ceil(second * info.fps) for second in _evenly(0, duration, number)]
+    return _even_number([min(place, last) for place in places])
+
+
+def sample_glm46v(info: VideoInfo, limits: MediaLimits, factor: int) -> list[int]:
+    """Return the numbers of the frames to take, as transformers' Glm46VVideoProcessor: an even number of them.
+
+    The rate follows from the length, and FPS says nothing but when the frames of a list were taken.
+    """
+    if info.is_list:
+        return list(range(info.frames))
+    duration = info.frames / info.fps
+    rate = next((rate for longest, rate in GLM_RATES.items() if duration <= longest), GLM_SLOWEST)
+    number = min(int(min(duration, GLM_LONGEST) * rate * factor), GLM_MOST_FRAMES)
+    if info.frames < number:
+        places = _whole(_evenly(0, info.frames - 1, number))
+    else:
+        places, second = [], 0.0
+        for frame in range(info.frames):
+            if frame * (1 / info.fps) >= second:
+                second += 1 / (factor * rate)
+                places.append(frame)
+                if second >= int(duration):
+                    break
+    if len(places) < number:
+        places = _whole(_evenly(places[0], places[-1], number))
+    elif len(places) > number:
+        places = _whole(_evenly(0, info.frames - 1, number))
+    return _even_number(places)
+
+
+def _evenly(first: float, last: float, number: int) -> list[float]:
+    import numpy as np
+
+    return np.linspace(first, last, number).tolist()
+
+
+def _whole(places: list[float]) -> list[int]:
+    return [int(place) for place in places]
+
+
+def _even_number(places: list[int]) -> list[int]:
+    """Return each place once, and the last one twice where they would be odd."""
+    places = list(dict.fromkeys(places))
+    return [*places, *places[-1:]] if len(places) % 2 else places
+
+
 def read_frames(source: Any, indices: list[int], *, allow_private: bool = False) -> "torch.Tensor":
     """Return the pixels of some frames: uint8 [frames, 3, height, width]. Raises UnusableRow."""
     import numpy as np
@@ -84,12 +151,13 @@ def read_frames(source: Any, indices: list[int], *, allow_private: bool = False)
         frames = [np.array(open_image(source[index], allow_private=allow_private)) for index in indices]
     else:
         with _opened(source, allow_private) as (container, stream):
-            frames, selected = [], set(indices)
+            decoded, selected = {}, set(indices)
             for number, frame in enumerate(container.decode(stream)):
                 if number in selected:
-                    frames.append(frame.to_ndarray(format="rgb24"))
+                    decoded[number] = frame.to_ndarray(format="rgb24")
                 if number >= indices[-1]:
                     break
+            frames = [decoded[index] for index in indices if index in decoded]
     if len(frames) != len(indices) or len({frame.shape for frame in frames}) > 1:
         raise UnusableRow("a video is damaged or truncated")
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous()

@@ -16,7 +16,8 @@ from PIL import Image
 from tests.templates.media.test_processor import normalised
 from tests.tiny_vision import picture
 
-FAMILIES = "qwen2_5_vl", "qwen3_vl"
+FAMILIES = "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v"
+GLMS = FAMILIES[2:]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,59 @@ def test_files_are_what_transformers_makes(checkpoint, film, family: str, frames
     assert torch.equal(normalised(vision, pixels, "video"), expected["pixel_values_videos"])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GLMS)
+def test_frames_that_glm_samples(checkpoint, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Of lengths up to and beyond those where the rate changes, or the most frames."""
+    from transformers.video_utils import VideoMetadata
+
+    made = checkpoint(family)
+    processor, random = made.processor.video_processor, np.random.default_rng(0)
+    numbers = set()
+    for fps in (2.0, 1.0, 3.5):
+        monkeypatch.setenv("FPS", str(fps))
+        vision = made.vision()
+        for longest in (2, 29, 31, 290, 310, 3000):
+            lengths, rates = random.uniform(longest / 2, longest, 10), random.uniform(1, 30, 10)
+            for rate, frames in zip(rates.tolist(), (lengths * rates).astype(int).tolist(), strict=True):
+                frames = max(frames, 1)
+                metadata = VideoMetadata(frames, rate, duration=frames / rate, frames_indices=None)
+                # transformers ignores GLM-4.6V's rate, as its method has no such argument.
+                expected = processor.sample_frames(metadata, **({} if family == "glm46v" else {"fps": fps}))
+                info = VideoInfo(frames, rate, 64, 96, is_list=False)
+                assert vision._sample(info, vision.limits, 2) == expected.tolist()
+                numbers.add(len(expected))
+    assert len(numbers) > 30
+
+
+@pytest.mark.parametrize("family", GLMS)
+def test_tokens_of_videos_among_those_of_images(checkpoint, family: str) -> None:
+    """Of a GLM, whose model asks which is which."""
+    from megaswift.templates.dataset.transformers_inputs import transformers_inputs
+
+    made = checkpoint(family)
+    vision, image = made.vision(), picture(70, 90)
+    frames = [picture(64, 96, seed=number) for number in range(4)]
+    text = "a<|begin_of_video|><|video|><|end_of_video|>b<|begin_of_image|><|image|><|end_of_image|>"
+    metadata = {"fps": 2.0, "total_num_frames": 4, "frames_indices": [*range(4)]}
+    expected = made.processor(
+        text=[text], images=[image], videos=[np.stack([np.array(frame) for frame in frames])],
+        video_metadata=[metadata], do_sample_frames=False, return_tensors="pt",
+    )  # fmt: skip
+    media = [Medium("video", frames), Medium("image", image)]
+    plans = [(plan := vision.plan(medium), vision.decode(medium, plan)) for medium in media]
+    inputs = transformers_inputs(plans, expected["input_ids"], vision)
+    assert inputs.keys() == expected.keys() - {"input_ids", "attention_mask"}
+    assert all(torch.equal(inputs[name], expected[name].to(inputs[name].dtype)) for name in inputs)
+    assert set(inputs["mm_token_type_ids"].flatten().tolist()) == {0, 1, 2}
+
+
+def test_glm_has_no_limits_of_frames(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FPS_MAX_FRAMES", "20")
+    with pytest.raises(ValueError, match="FPS_MAX_FRAMES 20: the number of frames of a GLM's video has no such limit"):
+        checkpoint("glm4v").vision()
+
+
+@pytest.mark.parametrize("family", FAMILIES[:2])
 def test_frames_that_are_sampled(checkpoint, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """The numbers of frames of many lengths and rates, with the limits of the environment."""
     from transformers.video_utils import VideoMetadata
@@ -172,7 +225,7 @@ def test_without_pyav_the_run_stops_and_says_so(monkeypatch: pytest.MonkeyPatch)
 def test_sizes_within_the_limits_of_variables(checkpoint, monkeypatch: pytest.MonkeyPatch, family: str, size) -> None:
     """VIDEO_MAX_TOKEN_NUM is of a frame, VIDEO_TOTAL_PIXELS of all."""
     made, frames = checkpoint(family), [Image.new("RGB", size)] * 8
-    factor = 28 if family == "qwen2_5_vl" else 32
+    factor = made.vision().factor
     usual = made.vision().plan(Medium("video", frames))
     monkeypatch.setenv("VIDEO_MAX_TOKEN_NUM", "6")
     monkeypatch.setenv("VIDEO_MIN_TOKEN_NUM", "2")
@@ -194,6 +247,6 @@ def test_a_model_without_videos_refuses_them(checkpoint, tmp_path: Path, stage: 
         row = {"messages": [{"role": "assistant" if stage == "pt" else "user", "content": f"{tag}what"}, *answer]}
         (tmp_path / f"{kind}.jsonl").write_text(json.dumps(row | {kind: media}) + "\n")
     files = [str(tmp_path / f"{kind}.jsonl") for kind in tags]
-    prepared = checkpoint("glm4v").prepare(stage, dataset=files, dataset_shuffle=False)
+    prepared = checkpoint("internvl").prepare(stage, dataset=files, dataset_shuffle=False)
     assert len(prepared.train) == 1
-    assert "it has videos, which are not supported with glm4v" in str(prepared.report)
+    assert "it has videos, which are not supported with internvl" in str(prepared.report)
