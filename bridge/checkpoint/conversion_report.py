@@ -28,7 +28,7 @@ from .quantized import open_weights
 from .safetensors_io import BLOCK, CHECKSUM, NAMES, SafetensorsFolder, StoredTensor, TensorSpec, sync, tensor_names
 
 FILE = "conversion.json"
-SCALES = ("_scale_inv", "_scales", "_blocks")  # suffixes of quantized tensors
+SCALES = ("_scale_inv", "_scales", "_blocks", "_packed", "_scale", "_shape")  # suffixes of quantized tensors
 
 
 def peak_memory() -> dict[str, int]:

@@ -107,6 +107,7 @@ def check_weights(folder: Path, *, flag: str = "--model") -> None:
     """
     import torch
 
+    from .quantized import quantization_of
     from .safetensors_io import SafetensorsFolder
     from .tensor_names import check_folder_names, shape_mismatch
 
@@ -114,7 +115,7 @@ def check_weights(folder: Path, *, flag: str = "--model") -> None:
         return
     tensors, hf_config = SafetensorsFolder(folder).tensors, read_config(folder)
     check_folder_names(folder, hf_config)
-    if "quantization_config" in hf_config or _describe(hf_config) is None:
+    if quantization_of(hf_config) or _describe(hf_config) is None:
         return
     with torch.device("meta"):
         model = empty_model(load_config(folder, flag=flag))

@@ -6,6 +6,11 @@ factor for each block of `weight_block_size` rows and columns; the last blocks m
 MXFP4 (https://arxiv.org/abs/2310.10537; GPT-OSS): rows in groups of 32 four-bit values, two per byte, the first in the
 low half. `{its name}_blocks` [experts, out, groups, 16] has the bytes. `{its name}_scales` [experts, out, groups] has
 each group's exponent of two, plus 127. The dequantized tensor is [experts, in, out].
+
+INT4 of compressed-tensors (https://github.com/vllm-project/compressed-tensors, format pack-quantized; Kimi-K2-Thinking,
+Kimi-K2.5): a matrix `weight` [out, in] of integers from -8 to 7. `weight_packed` [out, in / 8] int32 has eight of them,
+plus 8 each, the first in the lowest bits. `weight_scale` [out, in / group_size] has the factor of each group in a row,
+and `weight_shape` out and in.
 """
 
 from functools import cache
@@ -20,6 +25,7 @@ from .safetensors_io import SafetensorsFolder, StoredTensor, take_strided
 
 SCALES = "_scale_inv"
 GROUP = 32  # MXFP4 values per scale
+PACKED = 8  # INT4 values per int32
 
 
 class WeightSource(Protocol):
@@ -52,13 +58,38 @@ def open_weights(folder: str | Path, hf_config: HfConfig) -> WeightSource:
         return Fp8Folder(folder, tuple(quantization["weight_block_size"]))
     if method == "mxfp4":
         return Mxfp4Folder(folder)
+    if method == "compressed-tensors":
+        return Int4Folder(folder, _int4_group(folder, quantization))
     kind = f"quant_method {method!r}"
     if method == "fp8":
         kind += " without weight_block_size"
     raise ValueError(
         f"{Path(folder) / 'config.json'}: quantization_config has {kind}; known are 'fp8' with weight_block_size, "
-        "'mxfp4', and unquantised weights. Take the model's checkpoint in bfloat16"
+        "'mxfp4', 'compressed-tensors' with INT4, and unquantised weights. Take the model's checkpoint in bfloat16"
     )
+
+
+def _int4_group(folder: str | Path, quantization: HfConfig) -> int:
+    """Return the size of the groups in rows. Raises ValueError for weights that are not packed INT4 in groups."""
+    parts = (quantization.get("config_groups") or {}).values()
+    settings = [part.get("weights") or {} for part in parts]
+    expected = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
+    pairs = [(name, weights.get(name), value) for weights in settings for name, value in expected.items()]
+    pairs += [("format", part.get("format") or quantization.get("format"), "pack-quantized") for part in parts]
+    pairs += [("actorder", weights.get("actorder") or None, None) for weights in settings]
+    size = settings[0].get("group_size") if settings else None
+    pairs += [("group_size", weights.get("group_size"), size) for weights in settings]
+    differing = [f"{name} {value!r}" for name, value, known in pairs if value != known]
+    if not isinstance(size, int) or size <= 0 or size % PACKED:
+        differing.append(f"group_size {size!r}")
+    if differing:
+        raise ValueError(
+            f"{Path(folder) / 'config.json'}: quantization_config of compressed-tensors has {', '.join(differing)}; "
+            f"known is the format pack-quantized of symmetric INT4 in groups of one size, a multiple of {PACKED}. Take "
+            "the model's checkpoint in bfloat16"
+        )
+    assert isinstance(size, int)
+    return size
 
 
 class Fp8Folder:
@@ -136,6 +167,60 @@ class Mxfp4Folder:
         values = mxfp4(*(self.stored.read(part, inner + 1, first, -(-stop // GROUP), expert_index) for part in parts))
         values = values.transpose(-1, -2).narrow(inner, start - first * GROUP, stop - start)
         return take_strided(values, inner, step)
+
+
+class Int4Folder:
+    """Folder with matrices in packed INT4. Raises ValueError if the shapes of values and scales do not match.
+
+    group: values per scale
+    """
+
+    def __init__(self, folder: str | Path, group: int):
+        self.stored = SafetensorsFolder(folder)
+        self.folder, self.group = self.stored.folder, group
+        self.tensors: dict[str, StoredTensor] = {}
+        parts = ".weight_packed", ".weight_scale", ".weight_shape"
+        for name, info in self.stored.tensors.items():
+            base, _, part = name.rpartition(".weight_")
+            if not base:
+                self.tensors[name] = info
+                continue
+            packed, scales, shape = (self.stored.tensors.get(base + end) for end in parts)
+            if ".weight_" + part not in parts or packed is None or scales is None or shape is None:
+                raise ValueError(
+                    f"{info.file} has {name}, and known are {base}{parts[0]}, {parts[1]} and {parts[2]} together, of "
+                    "symmetric INT4"
+                )
+            if packed.dtype != torch.int32 or packed.shape != (scales.shape[0], scales.shape[-1] * group // PACKED):
+                raise ValueError(
+                    f"{packed.file}: {base}{parts[0]} is {packed.dtype} with shape {list(packed.shape)}, and for "
+                    f"scales {list(scales.shape)} of groups of {group} it is int32 [out, in / {PACKED}]"
+                )
+            sizes = packed.shape[0], packed.shape[1] * PACKED
+            self.tensors[base + ".weight"] = StoredTensor(packed.file, packed.offset, scales.dtype, sizes)
+
+    def read(
+        self, name: str, dim: int, start: int, stop: int, expert_index: int | None = None, step: int = 1
+    ) -> Tensor:
+        """Read a slice, as `SafetensorsFolder.read` does; quantized tensors in the dtype of their scales."""
+        if name in self.stored.tensors:
+            return self.stored.read(name, dim, start, stop, expert_index, step)
+        packed, scales = name + "_packed", name + "_scale"
+        if dim == 0:
+            return int4(*(self.stored.read(part, 0, start, stop, step=step) for part in (packed, scales)))
+        first, last = start // self.group, -(-stop // self.group)  # groups of the slice
+        words = self.group // PACKED
+        values = int4(
+            self.stored.read(packed, 1, first * words, last * words), self.stored.read(scales, 1, first, last)
+        )
+        return take_strided(values.narrow(1, start - first * self.group, stop - start), 1, step)
+
+
+def int4(packed: Tensor, scales: Tensor) -> Tensor:
+    """Dequantize int32 [out, in / 8] with scales [out, groups] to [out, in] of the scales' dtype."""
+    values = (packed.unsqueeze(-1) >> torch.arange(0, 4 * PACKED, 4, dtype=torch.int32)) & 15
+    values = (values.flatten(1) - 8).unflatten(1, (scales.shape[1], -1))
+    return (values.float() * scales.float().unsqueeze(-1)).to(scales.dtype).flatten(1)
 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def check_folder_names(folder: Path, hf_config: HfConfig) -> None:
         family = family_of(hf_config)
     except ValueError:
         return
-    if quantization_of(hf_config).get("quant_method") not in (None, "fp8", "mxfp4"):
+    if quantization_of(hf_config).get("quant_method") not in (None, "fp8", "mxfp4", "compressed-tensors"):
         return
     architecture = family.describe(hf_config)
     source = open_weights(folder, hf_config)

@@ -67,6 +67,7 @@ Families with a vision tower train on images: [multimodal.md](multimodal.md).
 |---|---|
 | `quant_method: fp8` with `weight_block_size` | FP8 in blocks with scales (DeepSeek-V3, MiniMax-M2): any family |
 | `quant_method: mxfp4` | MXFP4 (GPT-OSS): the experts |
+| `quant_method: compressed-tensors` with `format: pack-quantized` | symmetric INT4 in groups (Kimi-K2-Thinking, K2.5) |
 
 They are dequantized slice by slice while they are read, and saved in `--torch_dtype`, without `quantization_config`.
 
@@ -81,7 +82,8 @@ For every family:
 
 - rope rules other than default, linear, llama3, yarn, longrope and proportional: dynamic scaling makes the rotation of
   a token depend on how long the sequence became around it, which has no meaning for packed documents;
-- other quantizations (bitsandbytes, GPTQ, AWQ): they were made for inference, and differ from the trained weights;
+- other quantizations (bitsandbytes, GPTQ, AWQ, other forms of compressed-tensors): they were made for inference, and
+  differ from the trained weights;
 - pickled weights (`pytorch_model.bin`): a pickle runs code when it is read. Save the model again as safetensors;
 - architectures with code of their own (`trust_remote_code`);
 - vision and audio towers of other architectures than those above.

@@ -23,7 +23,7 @@ FAMILY = kimi_vl.with_tower(
     Family(
         name="deepseek_v3",
         architectures=("DeepseekV3ForCausalLM",),
-        models="DeepSeek-V3, V3.1 and R1; Moonlight; Kimi-K2; Kimi-VL; Kimi-K2.5 and K2.6",
+        models="DeepSeek-V3, V3.1 and R1; Moonlight; Kimi-K2 and K2-Thinking; Kimi-VL; Kimi-K2.5 and K2.6",
         architecture=architecture,
         mappings=mappings,
         mtp_mappings=partial(mtp_mappings, mappings),

@@ -181,8 +181,10 @@ def _weight_bytes(folder: Path, config: HfConfig, dtype: str | None) -> int:
     stored = sum(file.stat().st_size for file in files)
     flat = (config.get("text_config") or {}) | config
     stored_dtype = flat.get("dtype") or flat.get("torch_dtype") or "float32"
-    stored_bytes = 1 if "quantization_config" in config else ITEM_BYTES.get(stored_dtype, 4)
-    return stored * ITEM_BYTES.get(dtype or stored_dtype, 4) // stored_bytes
+    stored_bytes = ITEM_BYTES.get(stored_dtype, 4)
+    if quantization := flat.get("quantization_config"):
+        stored_bytes = 1 if quantization.get("quant_method") == "fp8" else 0.5
+    return int(stored * ITEM_BYTES.get(dtype or stored_dtype, 4) / stored_bytes)
 
 
 def _split_layers(config: HfConfig, stages: int) -> tuple[int | None, float]:
