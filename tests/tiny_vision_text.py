@@ -102,10 +102,11 @@ INTERN_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
-# That of LLaVA-OneVision, without videos.
+# That of LLaVA-OneVision.
 ONEVISION_TEMPLATE = """\
 {% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}\
 {% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}\
+{% for content in message['content'] | selectattr('type', 'equalto', 'video') %}{{ '<video>' }}{% endfor %}\
 {% if message['role'] != 'assistant' %}\
 {% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ '\n' + content['text'] }}{% endfor %}\
 {% else %}\

@@ -138,7 +138,7 @@ def llava_onevision(folder: Path, seed: int = 0) -> Path:
             size={"height": tile, "width": tile}, image_grid_pinpoints=pinpoints, image_mean=half, image_std=half
         ),
         vocabulary,
-        LlavaOnevisionVideoProcessor(size={"height": tile, "width": tile}),
+        LlavaOnevisionVideoProcessor(size={"height": tile, "width": tile}, image_mean=half, image_std=half),
         num_image_tokens=4,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_3",

@@ -88,5 +88,5 @@ FAMILY = Family(
     vision_mappings=vision_mappings,
     vlm_names=(nest_in_language_model, add_language_model_prefix),
     defaults=qwen2.FAMILY.defaults,
-    limits=("towers other than SigLIP's, text models other than Qwen2, other layers' features, videos, heads",),
+    limits=("towers other than SigLIP's, text models other than Qwen2, other layers' features, heads",),
 )

@@ -72,10 +72,11 @@ def plan_indicators(
 def plan_tile_features(
     grids: Tensor, layouts: Tensor, counts: Tensor, most_tiles: int, device: torch.device
 ) -> TileFeatures:
-    """Return the plan of some images.
+    """Return the plan of some images and videos.
 
     grids [images, 3] int64: tiles, and the side of a tile's features twice. layouts [images, 4] int64: rows and columns
-    of tiles, and height and width of the features without padding; zeros: unknown, of an image that is broken.
+    of tiles, and height and width of the features without padding; zeros: unknown, of an image that is broken. Of a
+    video: -1, and height and width of the features of a frame, to which these are reduced.
     counts [images] int64: features of each image. All on the CPU
     """
     newline, start = int(grids.prod(1).sum()), 0
@@ -85,6 +86,11 @@ def plan_tile_features(
         start += len(rows)
         if not layout[0]:
             parts.append((rows[np.arange(count) % len(rows)][:, None], None))
+            continue
+        if layout[0] < 0:  # a video
+            parts.append(_pooled(rows.reshape(tiles, side, side), layout[1:3]))
+            parts.append((np.array([[newline]]), None))
+            assert sum(len(taps) for taps, _ in parts[-2:]) == count
             continue
         parts.append((rows[: side**2, None], None))
         parts.append(_put_together(rows[side**2 :], side, layout, newline, most_tiles))
@@ -119,6 +125,15 @@ def _put_together(
     products = row_weights[:, None, :, None] * column_weights[None, :, None, :]
     weights[:, :-1] = products.reshape(new_height, new_width, 4)
     return taps.reshape(-1, 4), weights.reshape(-1, 4)
+
+
+def _pooled(features: np.ndarray, size: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return taps and weights of a video's frames. features: places of theirs [frames, side, side]"""
+    side = features.shape[1]
+    (row_taps, row_weights), (column_taps, column_weights) = (_interpolate(side, new_side) for new_side in size)
+    taps = features[:, row_taps[:, None, :, None], column_taps[None, :, None, :]].reshape(-1, 4)
+    weights = (row_weights[:, None, :, None] * column_weights[None, :, None, :]).reshape(-1, 4)
+    return taps, np.tile(weights, (len(features), 1))
 
 
 def reduced(height: int, width: int, side: int, most_tiles: int) -> tuple[int, int]:

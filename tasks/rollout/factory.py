@@ -159,7 +159,7 @@ def check_media(run: Run, options: EngineOptions) -> None:
             f"{flag}: the data has audios, which this version sends to no such engine. Set --use_vllm false, which "
             "generates with transformers, or remove the audios"
         )
-    if has_videos(run.data) and run.vision and run.vision.family.has_image_tokens:
+    if has_videos(run.data) and run.vision and not run.vision.family.answers_videos:
         raise ValueError(
             f"--dataset: it has videos, to which {run.vision.model_type} generates no answers in this version. Remove "
             "them."

@@ -109,7 +109,7 @@ def _media_readers(
     if vision is None or vision.family.image is None:
         return None, None
     images = ImageReader(vision, Path(allowed).expanduser() if allowed else None)
-    if vision.video_token_id is None or vision.family.has_image_tokens:
+    if not vision.family.answers_videos:
         return images, None
     if kind == "transformers":
         return images, VideoReader(vision)

@@ -45,7 +45,7 @@ def image_arguments(
 
 def takes_videos(vision: VisionProcessor) -> bool:
     """Return whether vLLM takes videos of a model as training does: those whose frames follow their times as text."""
-    return vision.family.has_timestamps and not vision.family.has_image_tokens
+    return vision.family.has_timestamps and vision.family.answers_videos
 
 
 def vllm_prompt(request: Request) -> dict[str, Any]:

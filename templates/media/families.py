@@ -31,7 +31,7 @@ KIMI_IMAGE = Placeholder("<|media_start|>image<|media_content|>", "<|media_pad|>
 K25_IMAGE = Placeholder("<|media_begin|>image<|media_content|>", "<|media_pad|>", "<|media_end|>")
 GEMMA_IMAGE = Placeholder("\n\n<start_of_image>", "<image_soft_token>", "<end_of_image>\n\n")
 LLAVA_IMAGE = Placeholder("", "<image>", "")
-ONEVISION_IMAGE = Placeholder("", "<image>", "")
+ONEVISION_IMAGE, ONEVISION_VIDEO = Placeholder("", "<image>", ""), Placeholder("", "<video>", "")
 OVIS_IMAGE = Placeholder("", "<IMG_ATOM>", "")
 LLAMA_IMAGE = Placeholder("", "<|patch|>", "")
 GLM_IMAGE = Placeholder("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
@@ -101,7 +101,12 @@ class VisionFamily:
     @property
     def has_video_processor(self) -> bool:
         """Return whether the settings of a processor of videos are read."""
-        return self.processor == "qwen2_vl" and self.image is not None
+        return self.processor in ("qwen2_vl", "onevision") and self.image is not None
+
+    @property
+    def answers_videos(self) -> bool:
+        """Return whether answers are generated to videos; else they are trained on alone, if at all."""
+        return self.video is not None and self.processor == "qwen2_vl" and not self.has_image_tokens
 
     def placeholder(self, kind: MediaKind) -> Placeholder | None:
         """Return the tokens of a medium; None if its kind is not supported."""
@@ -124,7 +129,9 @@ GLM = VisionFamily(
 MISTRAL = VisionFamily("norm1000", image=PIXTRAL_IMAGE, video=None, has_axes=False, processor="pixtral")
 INTERN = VisionFamily("norm1000", image=INTERN_IMAGE, video=None, has_axes=False, processor="internvl")
 KIMI = VisionFamily("norm1000", image=KIMI_IMAGE, video=None, has_axes=False, processor="kimi_vl")
-ONEVISION = VisionFamily("norm1000", image=ONEVISION_IMAGE, video=None, has_axes=False, processor="onevision")
+ONEVISION = VisionFamily(
+    "norm1000", image=ONEVISION_IMAGE, video=ONEVISION_VIDEO, has_axes=False, processor="onevision"
+)
 OVIS2 = VisionFamily(
     "norm1000", image=OVIS_IMAGE, video=None, has_axes=False, processor="ovis2", template_image="<image>"
 )

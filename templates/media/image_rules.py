@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Grid = tuple[int, int, int]  # time, height and width in patches
-# Rows and columns of tiles, and height and width of their features together, without those of padding.
+# Rows and columns of tiles, and height and width of their features together, without those of padding. Of a video whose
+# features are reduced: VIDEO_ROWS, height and width of those of a frame, and 0.
 Layout = tuple[int, int, int, int]
 # (uint8 [frames, channels, height, width], new height, new width) -> the same resized
 Resize = Callable[["Tensor", int, int], "Tensor"]
 
+VIDEO_ROWS = -1
 MOST_PATCHES = 512  # on one side of an image of Kimi-VL: beyond, its rope is undefined
 
 
@@ -80,6 +82,22 @@ class ImageRules(ABC):
 
     def layout(self, size: tuple[int, int], limits: MediaLimits) -> Layout | None:
         """Return how the features of an image's tiles are put together; None: they are not."""
+        return None
+
+    def frame_size(self, limits: MediaLimits) -> tuple[int, int] | None:
+        """Return the height and width of a video's frames; None: they go by the frames. Raises UnusableRow."""
+        return None
+
+    def video_frames(self, frames: "Tensor", grid: Grid, resize: Resize) -> "Tensor":
+        """Return the pixels of a video's grid, from those of its frames: uint8 [frames, 3, height, width]."""
+        return resize(frames, grid[1] * self.patch_size, grid[2] * self.patch_size)
+
+    def video_tokens(self, grid: Grid) -> int:
+        """Return the number of visual tokens of a video."""
+        return math.prod(grid) // self.merge_size**2
+
+    def video_layout(self, grid: Grid) -> Layout | None:
+        """Return how the features of a video are put together; None: they are not."""
         return None
 
     def joined(self, grid: Grid, patches: "Tensor") -> "Tensor":

@@ -97,7 +97,7 @@ class VisionProcessor:
         self.allow_private = options.allow_private_media_urls
         image, video = load_processors(folder, self.family)
         self._form, self._sample = video_form(video, self.family, requested_values(options))
-        self._rules = image_rules(folder, self.family, image, tokenizer)
+        self._rules = image_rules(folder, self.family, image, video, tokenizer)
         self.patch_size, self.merge_size = self._rules.patch_size, self._rules.merge_size
         self.temporal_patch_size = self._rules.temporal_patch_size
         self.resample = int(getattr(image, "resample", 0))
@@ -254,7 +254,8 @@ class VisionProcessor:
         if self._timestamps:
             expansion = self._timestamps.expansion(indices, info.fps, self.tokens((1, *grid[1:])))
             return MediaPlan("video", grid, self.tokens(grid), expansion=expansion)
-        return MediaPlan("video", grid, self.tokens(grid), self._time_step(info, len(indices), fps or self.limits.fps))
+        step = self._time_step(info, len(indices), fps or self.limits.fps)
+        return MediaPlan("video", grid, self._rules.video_tokens(grid), step, layout=self._rules.video_layout(grid))
 
     def plan_image(self, height: int, width: int, limits: MediaLimits) -> MediaPlan:
         """Return the size of an image of this height and width. Raises UnusableRow with the reason."""
@@ -332,7 +333,7 @@ class VisionProcessor:
         info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
         indices = self._sample(info, limits, self.temporal_patch_size)
         frames = read_frames(medium.source, indices, allow_private=self.allow_private)
-        frames = self._resize(frames, grid[1] * self.patch_size, grid[2] * self.patch_size)
+        frames = self._rules.video_frames(frames, grid, self._resize)
         return SampledVideo(frames, indices, info)
 
     def normalize(self, patches: "torch.Tensor", kind: MediaKind) -> "torch.Tensor":
@@ -426,6 +427,8 @@ class VisionProcessor:
 
     def _resized_frame(self, frames: int, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
         """Return the size of a video's frames after resizing, as `smart_resize` of Qwen2-VL or Qwen3-VL."""
+        if size := self._rules.frame_size(limits):
+            return size
         least, most, max_ratio = limits.video_min_pixels, limits.video_max_pixels, limits.max_ratio
         if not limits.video_volume:
             if total := limits.video_total_pixels:

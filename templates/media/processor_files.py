@@ -39,6 +39,7 @@ LLAMA_TOKENS = "<|image_start|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y
 LLAMA_TOKENS += "<|image|>", "<|image_end|>"
 # Ovis2's, in the order of its visual_indicator_token_ids, and then a visual token: as in OvisTokens.
 OVIS_TOKENS = "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<IMG_ATOM>"
+ONEVISION_FRAMES = 32  # most frames of a video: those that LLaVA-OneVision was trained with
 ONEVISION_RATIO = "anyres_max_9"  # LLaVA-OneVision's default of vision_aspect_ratio
 
 
@@ -133,6 +134,9 @@ def video_config(processor: Any, family: VisionFamily) -> dict[str, Any] | None:
     """Return what limits need of a video processor. processor: transformers'; None: there is none"""
     if processor is None:
         return None
+    if family.processor == "onevision":
+        pixels = processor.size["height"] * processor.size["width"]
+        return {"size": {"shortest_edge": pixels, "longest_edge": pixels}, "max_frames": ONEVISION_FRAMES}
     names = "fps", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens"
     edges = "shortest_edge", "longest_edge"
     sizes = family.video_pixels or [processor.size[edge] for edge in edges]
@@ -152,6 +156,10 @@ def video_form(
     processor: transformers' video processor. requested: values of variables
     Raises ValueError for variables that videos of a GLM do not have.
     """
+    sizes = [name for name in sorted(requested) if name.startswith("VIDEO_")]
+    if family.processor == "onevision" and sizes:
+        value = requested[sizes[0]]
+        raise ValueError(f"{sizes[0]} {value}: the frames of this model's videos have one size. Remove it.")
     if not family.has_image_tokens:
         return ("qwen3", sample_even) if family.has_timestamps else (None, sample_floor)
     if names := sorted(requested.keys() & {"FPS_MIN_FRAMES", "FPS_MAX_FRAMES", "FRAME_FACTOR"}):
@@ -161,8 +169,10 @@ def video_form(
     return "glm4v", partial(sample_glm4v, longest=processor.max_duration)
 
 
-def image_rules(folder: Path, family: VisionFamily, processor: Any, tokenizer: Tokenizer) -> ImageRules:
-    """Return the rules of a checkpoint's image processor. processor: transformers'; None: it has none"""
+def image_rules(
+    folder: Path, family: VisionFamily, processor: Any, video_processor: Any, tokenizer: Tokenizer
+) -> ImageRules:
+    """Return the rules of a checkpoint's processors. processor, video_processor: transformers'; None: it has none"""
     if processor is None:
         return NoImages()
     match family.processor:
@@ -177,7 +187,7 @@ def image_rules(folder: Path, family: VisionFamily, processor: Any, tokenizer: T
         case "ovis2":
             return _ovis2_rules(folder, processor, tokenizer)
         case "onevision":
-            return _onevision_rules(folder, processor)
+            return _onevision_rules(folder, processor, video_processor)
         case "llava":
             return _llava_rules(folder, processor)
         case "kimi_vl":
@@ -277,7 +287,7 @@ def _check_same(folder: Path, actual: dict[str, Any], expected: dict[str, Any]) 
         )
 
 
-def _onevision_rules(folder: Path, processor: Any) -> OneVisionImages:
+def _onevision_rules(folder: Path, processor: Any, video_processor: Any) -> OneVisionImages:
     model, file = read_json(folder / "config.json"), folder / "processor_config.json"
     config = read_json(file) if file.is_file() else {}
     vision, pinpoints = model["vision_config"], [tuple(size) for size in processor.image_grid_pinpoints]
@@ -298,6 +308,10 @@ def _onevision_rules(folder: Path, processor: Any) -> OneVisionImages:
         "image_grid_pinpoints": pinpoints,
     }
     _check_same(folder, actual, expected)
+    names = "resample", "image_mean", "image_std"
+    of_images, of_videos = ({name: getattr(one, name) for name in names} for one in (processor, video_processor))
+    frame = video_processor.size["height"], video_processor.size["width"]
+    _check_same(folder, of_videos | {"size": frame}, of_images | {"size": (tile, tile)})
     if any(side % tile for size in pinpoints for side in size):
         raise ValueError(f"{folder}: image_grid_pinpoints has sizes that are not multiples of {tile}: not supported.")
     return OneVisionImages(pinpoints, tile, patch, int(ratio.rpartition("_")[2]))

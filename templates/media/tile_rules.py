@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..formats.schemas import UnusableRow
-from .image_rules import Grid, ImageRules, Layout, Resize, check_no_smallest_size, check_ratio
+from .image_rules import VIDEO_ROWS, Grid, ImageRules, Layout, Resize, check_no_smallest_size, check_ratio
 from .limits import MediaLimits
 
 if TYPE_CHECKING:
@@ -279,7 +279,8 @@ class OneVisionImages(ImageRules):
     """Rules of LLaVA-OneVision's processor. All of an image, in one tile, is before the rectangle of its tiles.
 
     An image is in the middle of the rectangle, and the features of whole rows or columns of padding are left out; so
-    are pixels at the ends of a tile that are not of a whole patch.
+    are pixels at the ends of a tile that are not of a whole patch. A frame of a video is resized to a tile, and its
+    features are reduced to half as many on each side; one is behind all frames.
 
     resolutions: heights and widths of the rectangles. tile: side in pixels. most_tiles: to whose features those of an
     image are reduced, as of bridge/layers/tile_features.py
@@ -343,6 +344,22 @@ class OneVisionImages(ImageRules):
         tiles = image[0].unfold(1, tile, tile).unfold(2, tile, tile).permute(1, 2, 0, 3, 4).flatten(0, 1)
         side = self._side * self.patch_size
         return torch.cat((resize(pixels, tile, tile), tiles))[:, :, :side, :side]
+
+    def frame_size(self, limits: MediaLimits) -> tuple[int, int]:
+        if limits.video_max_pixels < self._tile**2:
+            raise UnusableRow("it limits pixels, and the frames of the model's videos have one size")
+        return self._side * self.patch_size, self._side * self.patch_size
+
+    def video_frames(self, frames: "Tensor", grid: Grid, resize: Resize) -> "Tensor":
+        side = self._side * self.patch_size
+        return resize(frames, self._tile, self._tile)[:, :, :side, :side]
+
+    def video_tokens(self, grid: Grid) -> int:
+        return grid[0] * math.ceil(self._side / 2) ** 2 + 1
+
+    def video_layout(self, grid: Grid) -> Layout:
+        half = math.ceil(self._side / 2)
+        return VIDEO_ROWS, half, half, 0
 
     def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
         return {}

@@ -128,7 +128,14 @@ def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str, m
             ids += rng.integers(3, 240, part).tolist()
             continue
         time, height, width = 1, part[1], part[0] * part[2]
-        if form == "anyres":
+        if form == "anyres" and part[0] > 1:
+            half, frames = (SIDE + 1) // 2, part[0] + 1
+            document.layouts.append((-1, half, half, 0))
+            document.counts.append(frames * half**2 + 1)
+            document.sizes.append((0, 0))
+            time, height, width = frames, SIDE, SIDE
+            ids += [START, *[VIDEO] * document.counts[-1], END]
+        elif form == "anyres":
             size = 5 * height, 3 * width + 1
             rows, columns, kept_height, kept_width = layout = anyres_layout(size, SIDE, VISION_ANYRES["image_size"])
             new_height, new_width = reduced_size(kept_height, kept_width, SIDE, 1)
@@ -159,7 +166,7 @@ def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str, m
         pixels = rng.integers(0, 256, (time * height * width, CHANNELS * PATCH**2))
         document.pixels.append(torch.from_numpy(pixels.astype(np.uint8)))
     document.ids = np.array(ids)
-    is_text = ~np.isin(document.ids, [IMAGE, BREAK, START, END, *INDICATORS])
+    is_text = ~np.isin(document.ids, [IMAGE, VIDEO, BREAK, START, END, *INDICATORS])
     document.weights = (rng.random(len(ids)) < 0.7).astype(np.float32) * is_text
     return document
 
@@ -176,10 +183,20 @@ def model_inputs(document: MediaDocument, form: str) -> dict[str, Tensor]:
         return {"pixel_values": torch.stack(images)}
     if form == "anyres":
         images = [F.pad(image, (0, 2, 0, 2)) for image in images]  # which the tower does not see
-        tiles = torch.stack(images).split([grid[0] for grid in document.grids])
-        most = max(map(len, tiles))
-        padded = [F.pad(part, (0, 0, 0, 0, 0, 0, 0, most - len(part))) for part in tiles]
-        return {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor(document.sizes)}
+        media = torch.stack(images).split([grid[0] for grid in document.grids])
+        is_video = [layout[0] < 0 for layout in document.layouts]
+        tiles = [part for part, is_of_video in zip(media, is_video, strict=True) if not is_of_video]
+        sizes = [size for size, is_of_video in zip(document.sizes, is_video, strict=True) if not is_of_video]
+        inputs = {}
+        if tiles:
+            most = max(map(len, tiles))
+            padded = [F.pad(part, (0, 0, 0, 0, 0, 0, 0, most - len(part))) for part in tiles]
+            inputs |= {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor(sizes)}
+        if any(is_video):
+            inputs["pixel_values_videos"] = torch.stack(
+                [part for part, is_of_video in zip(media, is_video, strict=True) if is_of_video]
+            )
+        return inputs
     if form == "patches":
         patches = [image.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH) for image in images]
         values = torch.cat([part.permute(1, 2, 0, 3, 4).flatten(0, 1) for part in patches])

@@ -49,6 +49,24 @@ def test_features_are_those_of_transformers(tile: int, side: int, most: int) -> 
         assert (plan.weights is None) == torch.equal(found, wanted) == (chosen is plain)
 
 
+@pytest.mark.parametrize("side", [27, 2])
+def test_features_of_videos_are_those_of_transformers(side: int) -> None:
+    """Of two videos beside an image."""
+    from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
+
+    vision, half = SimpleNamespace(image_size=side * 4, patch_size=4), (side + 1) // 2
+    model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    features = torch.randn(2 + 3 + 5, side**2, 3)
+    newline = torch.full((1, 3), NEWLINE)
+    videos = [LlavaOnevisionModel.apply_pooling(model, part).flatten(0, 1) for part in (features[2:5], features[5:])]
+    grids = torch.tensor([(frames, side, side) for frames in (2, 3, 5)])
+    layouts = torch.tensor([(1, 1, side, side), *[(-1, half, half, 0)] * 2])
+    counts = torch.tensor([side**2 + side * (side + 1), *(len(video) + 1 for video in videos)])
+    plan = plan_tile_features(grids, layouts, counts, 9, torch.device("cpu"))
+    found = plan.apply(features.flatten(0, 1), newline)[int(counts[0]) :]
+    assert (found - torch.cat([part for video in videos for part in (video, newline)])).abs().max() < 1e-5
+
+
 def test_a_broken_image_has_as_many_features() -> None:
     grids, counts = torch.tensor([(3, 2, 2), (2, 2, 2)]), torch.tensor([19, 5])
     layouts = torch.zeros(2, 4, dtype=torch.int64)

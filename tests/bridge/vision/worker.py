@@ -103,7 +103,8 @@ def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_token
         layouts = document.layouts or [None] * len(document.grids)
         visual = zip(document.grids, document.pixels, visual_tokens(document), layouts, strict=True)
         for grid, pixels, places, layout in visual:
-            media.append(_Medium(int(has_videos and grid[0] > 1), grid, pixels, first + places, layout))
+            is_video = has_videos and grid[0] > 1 if layout is None else layout[0] < 0
+            media.append(_Medium(int(is_video), grid, pixels, first + places, layout))
         for spectrogram, places in zip(document.spectrograms, audio_tokens(document), strict=True):
             media.append(_Medium(2, len(spectrogram), spectrogram, first + places))
     mine = by_rank[parallel_state.get_context_parallel_rank()]

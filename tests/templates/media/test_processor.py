@@ -29,13 +29,12 @@ FAMILIES = (
     pytest.param("llava", marks=pytest.mark.long),
     pytest.param("qwen3_5", marks=pytest.mark.long),
 )
-IMAGES_ONLY = "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4", "kimi_k25", "llava_onevision"
-IMAGES_ONLY += ("ovis2",)
+IMAGES_ONLY = "mistral3", "internvl", "kimi_vl", "gemma3", "llava", "llama4", "kimi_k25", "ovis2"
 ROWS = 200
 WORDS = ["what", "colour", "is", "the", "shape", "a", "red", "circle", "blue", "square", "sky", "picture"]
 
 
-def random_rows(folder, count: int, seed: int, *, has_videos: bool = True) -> list[dict]:
+def random_rows(folder, count: int, seed: int, *, has_videos: bool = True, images_first: bool = False) -> list[dict]:
     """Write pictures of random sizes, and return rows with 0 to 4 images and videos anywhere in their messages."""
     random_ = random.Random(seed)
 
@@ -47,6 +46,7 @@ def random_rows(folder, count: int, seed: int, *, has_videos: bool = True) -> li
     rows = []
     for number in range(count):
         images, videos, messages = [], [], []
+        frames = random_.randint(2, 7)  # LLaVA-OneVision's processor makes one tensor of a row's videos
         for turn in range(random_.randint(1, 2)):
             parts = [" ".join(random_.choices(WORDS, k=random_.randint(1, 5)))]
             for medium in range(random_.choice([0, 1, 1, 2])):
@@ -55,10 +55,12 @@ def random_rows(folder, count: int, seed: int, *, has_videos: bool = True) -> li
                     images.append(draw(name, size, random_.choice(["jpg", "png", "webp"])))
                     tag = "<image>"
                 else:
-                    frames = random_.randint(2, 7)
                     videos.append([draw(f"{name}-{frame}", size, "png") for frame in range(frames)])
                     tag = "<video>"
                 parts.insert(random_.randint(0, len(parts)), tag)
+            if images_first:
+                tags = iter(sorted(part for part in parts if part[0] == "<"))
+                parts = [next(tags) if part[0] == "<" else part for part in parts]
             messages += [
                 {"role": "user", "content": "".join(parts)},
                 {"role": "assistant", "content": " ".join(random_.choices(WORDS, k=random_.randint(1, 9)))},
@@ -102,7 +104,8 @@ def reference(processor, row: dict) -> dict:
 def prepared(request, checkpoint, tmp_path_factory):
     """Return a checkpoint, random rows and their token store."""
     made, folder = checkpoint(request.param), tmp_path_factory.mktemp("rows")
-    rows = random_rows(folder, ROWS, seed=len(request.param), has_videos=request.param not in IMAGES_ONLY)
+    has_videos, images_first = request.param not in IMAGES_ONLY, request.param == "llava_onevision"  # by its template
+    rows = random_rows(folder, ROWS, len(request.param), has_videos=has_videos, images_first=images_first)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MODELSCOPE_CACHE", str(folder / "cache"))
@@ -113,7 +116,7 @@ def prepared(request, checkpoint, tmp_path_factory):
 
 def normalised(vision, pixels: torch.Tensor, kind: str) -> torch.Tensor:
     """Return patches as transformers does: a float of each value, an image's twice, for the two halves of its time."""
-    depth = 2 if kind == "video" else 1
+    depth = vision.temporal_patch_size if kind == "video" else 1
     repeats = vision.temporal_patch_size // depth
     mean, std = (torch.tensor(values)[:, None, None] for values in (vision.mean, vision.std))
     values = pixels.view(len(pixels), 3, depth, -1)
@@ -128,8 +131,11 @@ def pixels_of(expected: dict, kind: str) -> torch.Tensor | None:
     values = expected.get("pixel_values" if kind == "image" else "pixel_values_videos")
     if values is None or values.dim() == 2:
         return values
-    if values.dim() == 5:  # tiles of LLaVA-OneVision, behind which are those of padding
-        values = torch.cat([image[: grid[0]] for image, grid in zip(values, grids_of(expected), strict=True)])
+    if values.dim() == 5:  # frames of LLaVA-OneVision, or tiles, behind which are those of padding
+        counts = [len(video) for video in values]
+        if kind == "image":
+            counts = [grid[0] for grid in grids_of(expected)[: len(values)]]
+        values = torch.cat([image[:count] for image, count in zip(values, counts, strict=True)])
         patches = values[..., :28, :28].unfold(2, 14, 14).unfold(3, 14, 14)
         return patches.permute(0, 2, 3, 1, 4, 5).flatten(0, 2).flatten(1)
     if "image_grid_hws" in expected or values.shape[-1] == 14:  # patches of the Kimi models, row by row
@@ -171,8 +177,10 @@ def tiles_of(height: int, width: int) -> tuple[int, int]:
 def grids_of(expected: dict) -> list[list[int]]:
     if "image_grid_hws" in expected:
         return [[1, *size] for size in expected["image_grid_hws"].tolist()]
-    if "batch_num_images" in expected:
-        return [[1 + math.prod(tiles_of(*size)), 2, 2] for size in expected["image_sizes"].tolist()]
+    if "batch_num_images" in expected or getattr(expected.get("pixel_values_videos"), "ndim", 0) == 5:
+        sizes = expected["image_sizes"].tolist() if "image_sizes" in expected else []
+        frames = [len(video) for video in expected.get("pixel_values_videos", [])]
+        return [[count, 2, 2] for count in (*(1 + math.prod(tiles_of(*size)) for size in sizes), *frames)]
     if "image_sizes" in expected:
         return [[1, height // 14, width // 14] for height, width in expected["image_sizes"].tolist()]
     if "tiles" in expected:

@@ -51,6 +51,17 @@ def test_tokens_of_other_settings(name: str, value: Any, said: str, tmp_path: Pa
         opened(folder, "config.json", **{name: value})
 
 
+def test_frames_of_another_size(tmp_path: Path) -> None:
+    folder = tiny_vision.FAMILIES["llava_onevision"](tmp_path)
+    settings = json.loads((folder / "processor_config.json").read_text())["video_processor"]
+    for name, value, said in (
+        ("size", {"height": 28, "width": 28}, r"size \(28, 28\), and expected is \(32, 32\)"),
+        ("image_mean", [0.4] * 3, r"image_mean \(0.4.*, and expected is \(0.5"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            opened(folder, "processor_config.json", video_processor=settings | {name: value})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

@@ -116,6 +116,34 @@ def test_tokens_of_videos_among_those_of_images(checkpoint, family: str) -> None
     assert set(inputs["mm_token_type_ids"].flatten().tolist()) == {0, 1, 2}
 
 
+@pytest.mark.parametrize(("frames", "rate"), [(30, 10), (61, 24), (90, 12)])
+def test_files_of_frames_of_one_size(checkpoint, film, frames: int, rate: int) -> None:
+    """Those of LLaVA-OneVision, whose tower does not see the last pixels of a frame."""
+    from transformers.video_utils import load_video
+
+    made, path = checkpoint("llava_onevision"), film(frames, rate)
+    vision, medium = made.vision(), Medium("video", str(path))
+    video, metadata = load_video(str(path), backend="pyav")
+    options = {"video_metadata": [metadata], "do_sample_frames": True, "fps": 2}
+    expected = made.processor(text=["<video>"], videos=[video], **options, return_tensors="pt")
+    plan = vision.plan(medium)
+    pixels = expected["pixel_values_videos"][0, :, :, :28, :28]
+    assert (plan.grid, plan.tokens) == ((len(pixels), 2, 2), expected["input_ids"].numel())
+    patches = pixels.unfold(2, 14, 14).unfold(3, 14, 14).permute(0, 2, 3, 1, 4, 5).flatten(0, 2).flatten(1)
+    assert torch.equal(normalised(vision, torch.from_numpy(vision.patches(medium, plan.grid)), "video"), patches)
+
+
+def test_frames_of_one_size_have_no_limits(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = [picture(64, 64, seed=number) for number in range(40)]
+    vision = checkpoint("llava_onevision").vision()
+    assert vision.plan(Medium("video", frames)).grid[0] == 32  # the most
+    with pytest.raises(UnusableRow, match="it limits pixels, and the frames of the model's videos have one size"):
+        vision.plan(Medium("video", frames, {"max_pixels": 1000}))
+    monkeypatch.setenv("VIDEO_MAX_PIXELS", "2000")
+    with pytest.raises(ValueError, match="VIDEO_MAX_PIXELS 2000: the frames of this model's videos have one size"):
+        checkpoint("llava_onevision").vision()
+
+
 def test_glm_has_no_limits_of_frames(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FPS_MAX_FRAMES", "20")
     with pytest.raises(ValueError, match="FPS_MAX_FRAMES 20: the number of frames of a GLM's video has no such limit"):
