@@ -93,9 +93,10 @@ def family_of(hf_config: HfConfig) -> Family:
     """
     names = hf_config.get("architectures") or []
     if labels := count_labels(hf_config):
-        for family in FAMILIES:
-            if text_config(hf_config).get("model_type") == family.name:
-                return make_classifier(family, labels)
+        for kind in (hf_config.get("model_type"), text_config(hf_config).get("model_type")):
+            for family in FAMILIES:
+                if kind == family.name:
+                    return make_classifier(family, labels)
     families = [
         family
         for family in FAMILIES

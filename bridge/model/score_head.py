@@ -49,12 +49,15 @@ def classifier_architectures() -> dict[str, str]:
 
 def _classifier_architecture(config: HfConfig) -> str:
     classifiers, kind = classifier_architectures(), config.get("model_type", "")
-    if kind not in classifiers and "vision_config" in config:
+    if kind not in classifiers and ("vision_config" in config or "audio_config" in config):
         family = family_of(config)
-        # transformers has none for models with a vision tower. The name follows its rule. `family_of` recognises such a
-        # model by its text.
-        is_recognised = text_config(config).get("model_type") == family.name
-        if family.has_tower(config) and family.audio is None and is_recognised:
+        # transformers has none for models with a tower. The name follows its rule. `family_of` recognises a classifier
+        # that only hears by its model_type, one that only sees by that of its text.
+        if family.vision is None:
+            is_recognised = kind == family.name
+        else:
+            is_recognised = family.audio is None and text_config(config).get("model_type") == family.name
+        if family.has_tower(config) and is_recognised:
             return config["architectures"][0].replace("ForConditionalGeneration", SUFFIX)
     if kind not in classifiers:
         supported = ", ".join(family.name for family in FAMILIES if family.name in classifiers)

@@ -1,4 +1,4 @@
-"""Reward model with a vision tower, as `--rlhf_type rm` saves it: transformers' model with the head `score.weight`."""
+"""Reward model with a tower, as `--rlhf_type rm` saves it: transformers' model with the head `score.weight`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,12 +28,12 @@ HEAD = "score.weight"
 
 
 def has_vision(folder: Path) -> bool:
-    """Return whether the reward model in `folder` sees images."""
+    """Return whether the reward model in `folder` sees images or hears audios."""
     return (folder / "config.json").is_file() and has_tower(folder, read_config(folder))
 
 
 class VisionModelReward:
-    """Reward of a conversation with images: the head's product with the hidden state of its last token."""
+    """Reward of a conversation with images or audios: the head's product with the hidden state of its last token."""
 
     reads_samples = True
 
@@ -69,7 +69,7 @@ class VisionModelReward:
         return rewards
 
     def _encode(self, sample: RewardSample) -> tuple[np.ndarray, list[PlacedMedium]]:
-        """Return the ids of a conversation, and its images placed there."""
+        """Return the ids of a conversation, and its media placed there."""
         replies = sample.replies or [{"role": "assistant", "content": sample.completion}]
         # Tags in the model's answers are text.
         replies = [reply if reply["role"] == "assistant" else _with_blocks(reply) for reply in replies]
@@ -85,13 +85,13 @@ class VisionModelReward:
         return ids, media
 
     def _patches(self, media: Sequence[PlacedMedium]) -> dict[int, np.ndarray]:
-        """Return the patches of each medium by its id. Completions of a prompt share theirs."""
+        """Return the patches or spectrogram of each medium by its id. Completions of a prompt share theirs."""
         patches: dict[int, np.ndarray] = {}
         for placed in media:
             medium: Medium | None = placed.medium
             assert medium is not None
             if id(medium) not in patches:
-                patches[id(medium)] = self._vision.patches(medium, placed.plan.grid)
+                patches[id(medium)] = self._vision.decode(medium, placed.plan)
         return patches
 
     @torch.inference_mode()

@@ -178,7 +178,8 @@ def save_with_head(source: Path, folder: Path, labels: int, problem: str | None 
     weights["score.weight"] = torch.randn(labels, 48, generator=generator) * 0.2
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["Qwen3VLForSequenceClassification"], "problem_type": problem}
+    architecture = config["architectures"][0].replace("ForConditionalGeneration", "ForSequenceClassification")
+    config |= {"architectures": [architecture], "problem_type": problem}
     config["id2label"] = {str(label): f"LABEL_{label}" for label in range(labels)}
     config["label2id"] = {name: int(label) for label, name in config["id2label"].items()}
     (folder / "config.json").write_text(json.dumps(config))

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from tests import tiny_audio
 from tests.tasks.audio_oracle import SOUNDS, AudioOracle, write_sounds
-from tests.tasks.vision_oracle import ALL, BATCH, STEPS, Oracle, Place, log
+from tests.tasks.vision_oracle import ALL, BATCH, STEPS, Oracle, Place, log, save_with_head
 
 pytestmark = pytest.mark.slow
 BETA = 0.1
@@ -56,32 +56,39 @@ JUDGED = [
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> AudioPlace:
     place = AudioPlace(tmp_path_factory.mktemp("audios"))
+    save_with_head(place.folder / "asr", place.folder / "reward", 1)
     place.write("pairs.jsonl", ROWS)
     place.write("kto.jsonl", JUDGED)
     return place
 
 
-def rlhf(place: Place, kind: str, flags: str = "", processes: int = 1, *, fails: bool = False) -> Any:
-    data = "kto" if kind == "kto" else "pairs"
-    words = f"rlhf --rlhf_type {kind} --model asr --dataset {data}.jsonl {ALL} --micro_batch_size 2 {flags}"
-    return place.run(words, processes, fails=fails)
+def rlhf(place: Place, kind: str, flags: str = "", processes: int = 1) -> Path:
+    model, data = "reward" if kind == "rm" else "asr", "kto" if kind == "kto" else "pairs"
+    words = f"rlhf --rlhf_type {kind} --model {model} --dataset {data}.jsonl {ALL} --micro_batch_size 2 {flags}"
+    return place.run(words, processes)
 
 
-def dpo_by_hand(place: Place) -> list[list[float]]:
-    policy, frozen = (AudioOracle(place.folder / "asr", place.folder) for _ in range(2))
+def pairs_by_hand(place: Place, kind: str) -> list[list[float]]:
+    policy = AudioOracle(place.folder / ("reward" if kind == "rm" else "asr"), place.folder, has_head=kind == "rm")
+    frozen = AudioOracle(place.folder / "asr", place.folder)
 
     def log_probs(model: Oracle, rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
         values = torch.stack([model.log_prob(*side) for row in rows for side in sides(row)])
         return values[::2], values[1::2]
 
-    def loss(rows: Sequence[Any]) -> tuple[Tensor, list[float]]:
+    def dpo(rows: Sequence[Any]) -> tuple[Tensor, list[float]]:
         chosen, rejected = log_probs(policy, rows)
         with torch.no_grad():
             ref_chosen, ref_rejected = log_probs(frozen, rows)
         margins = BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))
         return -logsigmoid(margins).mean(), [value.mean().item() for value in (chosen, rejected, margins)]
 
-    return policy.steps(ROWS, loss)
+    def rm(rows: Sequence[Any]) -> tuple[Tensor, list[float]]:
+        rewards = [policy.scores(policy.conversation(*side))[0] for row in rows for side in sides(row)]
+        margins = torch.stack(rewards)[::2] - torch.stack(rewards)[1::2]
+        return -logsigmoid(margins).mean(), [margins.mean().item()]
+
+    return policy.steps(ROWS, {"dpo": dpo, "rm": rm}[kind])
 
 
 def kto_by_hand(place: Place) -> list[list[float]]:
@@ -103,9 +110,11 @@ def kto_by_hand(place: Place) -> list[list[float]]:
     return policy.steps(range(STEPS * BATCH), loss)
 
 
-def test_dpo_is_that_of_transformers(place):
-    run = rlhf(place, "dpo")
-    torch.testing.assert_close(log(run, "loss", "grad_norm", *PAIRED), dpo_by_hand(place), rtol=2e-4, atol=1e-6)
+@pytest.mark.parametrize(("kind", "names"), [("dpo", PAIRED), ("rm", ("rewards/margins",))])
+def test_pairs_are_those_of_transformers(kind, names, place):
+    run = rlhf(place, kind)
+    expected = pairs_by_hand(place, kind)
+    torch.testing.assert_close(log(run, "loss", "grad_norm", *names), expected, rtol=2e-4, atol=1e-6)
     counts = [len({*row["audios"], *row.get("rejected_audios", [])}) for row in ROWS]  # one in both is encoded once
     assert log(run, "audios") == [[sum(counts[step * BATCH : (step + 1) * BATCH])] for step in range(STEPS)]
 
@@ -123,13 +132,9 @@ def test_kto_is_that_of_transformers(place):
         pytest.param("dpo", "--tensor_model_parallel_size 2 --sequence_parallel true", id="dpo TP2 SP"),
         pytest.param("dpo", "--pipeline_model_parallel_size 2", id="dpo PP2"),
         pytest.param("kto", "--context_parallel_size 2", id="kto CP2"),
+        pytest.param("rm", "--pipeline_model_parallel_size 2", id="rm PP2"),
     ],
 )
 def test_a_layout_gives_the_numbers_of_one_process(kind, flags, place):
     layout, alone = rlhf(place, kind, flags, 2), rlhf(place, kind)
     torch.testing.assert_close(log(layout, *NAMES), log(alone, *NAMES), rtol=1e-4, atol=0)
-
-
-def test_a_reward_model_of_audios_is_refused(place):
-    printed = rlhf(place, "rm", fails=True)
-    assert "transformers has no sequence classification for qwen3_asr models" in printed

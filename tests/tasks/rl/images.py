@@ -53,6 +53,11 @@ def add_images(place: Place) -> Place:
     return place
 
 
+def seen(row: dict[str, Any]) -> list[str]:
+    """Return the files of images or audios of a row."""
+    return row.get("images") or row.get("audios") or []
+
+
 class Seen(upstream.Reference):
     """As the reference of texts; each completion passes through the model by itself, with its images."""
 
@@ -61,7 +66,7 @@ class Seen(upstream.Reference):
     def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
         oracle = next(oracle for oracle in self.oracles if oracle.model is model)
         drawn = torch.tensor(row["completion_ids"])
-        media = row.get("images", []), row.get("videos", [])
+        media = seen(row), row.get("videos", [])
         prompt = oracle.conversation(row["messages"], *media, prompt=True)
         logits = oracle.completion(prompt, drawn).float() / self.temperature
         log_probs = logits.log_softmax(-1)
@@ -80,9 +85,9 @@ class Reference(Seen):
 class Scored(torch.nn.Module):
     """A model of transformers with a head, as `save_with_head` writes it."""
 
-    def __init__(self, folder: Path, pictures: Path):
+    def __init__(self, folder: Path, pictures: Path, oracle: type[Oracle] = Oracle):
         super().__init__()
-        self.oracle = Oracle(folder, pictures)
+        self.oracle = oracle(folder, pictures)
         self.model = self.oracle.model
         self.score = torch.nn.Parameter(load_file(folder / "model.safetensors")["score.weight"])
 
@@ -91,7 +96,7 @@ class Scored(torch.nn.Module):
 
     def values(self, row: dict) -> Tensor:
         """Before each token of a completion."""
-        prompt = self.oracle.conversation(row["messages"], row.get("images", []), prompt=True)
+        prompt = self.oracle.conversation(row["messages"], seen(row), prompt=True)
         inputs = self.oracle.continued(prompt, torch.tensor(row["completion_ids"]))
         hidden = self.model.model(**inputs).last_hidden_state[0, prompt["input_ids"].shape[1] - 1 : -1]
         return (hidden @ self.score.t())[:, 0]
@@ -103,15 +108,18 @@ class Scored(torch.nn.Module):
 
 
 class SeenPpo(Seen, Ppo):
-    """PPO of `vision` with the reference `vision-other` and a critic."""
+    """PPO of `{name}` with the reference `{name}-other` and the critic `{name}-critic`."""
+
+    name, tower, oracle = "vision", "visual", Oracle
 
     def __init__(self, place: Place, run: Trained, settings: Settings, *, trains_tower: bool):
-        self.oracles = [Oracle(place.folder / name, place.folder) for name in ("vision", "vision-other")]
-        critic = Scored(place.folder / "vision-critic", place.folder)
+        folders = [place.folder / f"{self.name}{suffix}" for suffix in ("", "-other", "-critic")]
+        self.oracles = [self.oracle(folder, place.folder) for folder in folders[:2]]
+        critic = Scored(folders[2], place.folder, self.oracle)
         policy, ref = (oracle.model for oracle in self.oracles)
         for model in (policy, critic.model):
-            model.model.visual.requires_grad_(trains_tower)
-        Ppo.__init__(self, place.folder / "vision", run, policy, ref, critic, settings)
+            getattr(model.model, self.tower).requires_grad_(trains_tower)
+        Ppo.__init__(self, folders[0], run, policy, ref, critic, settings)
 
     def values(self, rows: list[dict]) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence([self.critic.values(row) for row in rows], batch_first=True)

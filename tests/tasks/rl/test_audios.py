@@ -1,17 +1,19 @@
-"""GRPO on prompts with audios: the numbers of transformers and TRL."""
+"""GRPO and PPO on prompts with audios: the numbers of transformers and TRL."""
 
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
 
 from tests import tiny_audio
 from tests.tasks.audio_oracle import AudioOracle, write_sounds
-from tests.tasks.preference.runs import assert_close
+from tests.tasks.preference.runs import assert_close, assert_same_weights
 from tests.tasks.rl import upstream
-from tests.tasks.rl.images import Seen, write
+from tests.tasks.rl.images import Scored, Seen, SeenPpo, write
+from tests.tasks.rl.ppo_reference import Settings
 from tests.tasks.rl.runs import DIFFERENCE, Place, Trained, assert_same_steps
-from tests.tasks.vision_oracle import ALL
+from tests.tasks.rl.test_ppo import critic_of
+from tests.tasks.vision_oracle import ALL, save_with_head
 
 pytestmark = pytest.mark.slow
 FLAGS = f"--model hears --dataset audios.jsonl {ALL}"
@@ -28,6 +30,7 @@ def question(number: int) -> dict[str, Any]:
 def audios(place: Place) -> Place:
     for name, seed in (("hears", 0), ("hears-other", 1)):
         tiny_audio.qwen3_asr(place.folder / name, seed)
+    save_with_head(place.folder / "hears-other", place.folder / "hears-critic", 1)
     write_sounds(place.folder)
     write(place.folder / "audios.jsonl", [question(number) for number in range(6)])
     return place
@@ -40,8 +43,9 @@ class Reference(Seen):
         self.oracles = [AudioOracle(place.folder / name, place.folder) for name in ("hears", "hears-other")]
         upstream.Reference.__init__(self, place.folder / "hears", run, *(oracle.model for oracle in self.oracles))
 
-    def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
-        return super()._completion(model, row | {"images": row.get("audios", [])})
+
+class HeardPpo(SeenPpo):
+    name, tower, oracle = "hears", "audio_tower", AudioOracle
 
 
 def test_steps_are_those_of_trl(audios: Place) -> None:
@@ -54,6 +58,42 @@ def test_steps_are_those_of_trl(audios: Place) -> None:
     for found, wanted in zip(run.steps, log, strict=True):
         assert_close(found, wanted)
     assert [row.get("audios", []) for row in run.completions[::4]] == [question(n)["audios"] for n in range(6)]
+
+
+def test_a_reward_model_hears_the_audios(audios: Place) -> None:
+    """By itself each conversation has the logged reward, in transformers."""
+    run = audios.run(f"{FLAGS} --beta 0 --reward_funcs waves --reward_model hears-critic")
+    scored = Scored(audios.folder / "hears-critic", audios.folder, AudioOracle)
+    tokenizer = scored.oracle.processor.tokenizer
+    rewards = [row["rewards"]["reward_model"] for row in run.completions]
+    for row, reward in zip(run.completions, rewards, strict=True):
+        text = tokenizer.decode(row["completion_ids"], skip_special_tokens=True)
+        messages = [*row["messages"], {"role": "assistant", "content": text}]
+        with torch.no_grad():
+            inputs = scored.oracle.conversation(messages, row.get("audios", []))
+            expected = scored.score @ scored.oracle.last_hidden(inputs)
+        assert abs(reward - expected.item()) < 1e-4
+    assert max(rewards) - min(rewards) > 0.1
+
+
+@pytest.mark.long
+def test_updates_of_ppo(audios: Place) -> None:
+    """The critic has another tower than the policy."""
+    run = audios.run(
+        f"{FLAGS} --rlhf_type ppo --ref_model hears-other --critic_model hears-critic --critic_lr 1e-3 --seed 4"
+    )
+    reference = HeardPpo(audios, run, Settings(), trains_tower=True)
+    start = reference.critic.weights()
+    log = reference.steps()
+    assert len(run.steps) == len(log) == 3
+    for row, expected in zip(run.steps, log, strict=True):
+        norms = {name: expected.pop(name) for name in ("grad_norm", "critic/grad_norm")}
+        assert_close(row, expected)
+        assert {name: row[name] for name in norms} == pytest.approx(norms, rel=2e-4)
+    weights, expected = critic_of(run), reference.critic.weights()
+    assert weights.keys() == expected.keys()
+    names = {name for name in weights if not name.endswith("k_proj.bias")}  # their exact gradient is 0
+    assert_same_weights(*({name: tensors[name] for name in names} for tensors in (weights, expected)), start)
 
 
 @pytest.mark.long
@@ -81,15 +121,7 @@ def test_layouts_agree(layout: str, audios: Place) -> None:
     assert_same_steps(audios.run(f"{base} {layout}", processes=2), audios.run(base))
 
 
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (
-            "--use_vllm true --vllm_mode server --vllm_server_base_url http://127.0.0.1:9",
-            "error: --vllm_mode server: the data has audios, which this version sends to no such engine.",
-        ),
-        ("--rlhf_type ppo", "transformers has no sequence classification for qwen3_asr models"),
-    ],
-)
-def test_what_does_not_hear_is_refused(flags: str, error: str, audios: Place) -> None:
+def test_what_does_not_hear_is_refused(audios: Place) -> None:
+    flags = "--use_vllm true --vllm_mode server --vllm_server_base_url http://127.0.0.1:9"
+    error = "error: --vllm_mode server: the data has audios, which this version sends to no such engine."
     assert error in audios.megatron(audios.line(f"{FLAGS} {flags}", "deaf"), code=1)

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests import tiny_audio
+from tests.tasks.audio_oracle import AudioOracle
 from tests.tasks.supervised.test_images import ALL, BATCH, EPSILON, LAYOUTS, RATE, STEPS, log, train, write
+from tests.tasks.vision_oracle import save_with_head
 
 pytestmark = pytest.mark.slow
 USUAL = "TP2 SP", "PP2 VPP2"
@@ -129,3 +131,24 @@ def test_adapters_of_the_tower_and_features_from_disk(place):
         for row in map(json.loads, (again / "logging.jsonl").read_text().splitlines())
         if "loss" in row
     )
+
+
+@pytest.mark.long
+def test_steps_of_a_classifier_are_those_of_transformers(place):
+    messages = [{"role": "user", "content": "<audio>what?"}]
+    rows = [
+        {"messages": messages, "audios": [f"{number % 9}.wav"], "label": number % 3} for number in range(STEPS * BATCH)
+    ]
+    write(place / "labelled.jsonl", rows)
+    save_with_head(place / "qwen3_asr", place / "classifier", 3, "single_label_classification")
+    oracle = AudioOracle(place / "classifier", place, has_head=True)
+
+    def cross_entropy(rows):
+        logits = [oracle.scores(oracle.conversation(row["messages"], row["audios"])) for row in rows]
+        return torch.nn.functional.cross_entropy(torch.stack(logits), torch.tensor([row["label"] for row in rows])), []
+
+    head = "--task_type seq_cls --model classifier --num_labels 3 --problem_type single_label_classification"
+    run = train(place, f"{head} {ALL}", data="labelled.jsonl")
+    expected = oracle.steps(rows, cross_entropy)
+    assert len(expected) == 2
+    torch.testing.assert_close(log(run, "loss", "grad_norm")[:2], expected, rtol=5e-4, atol=1e-6)

@@ -24,12 +24,13 @@ from tests.bridge import families
 
 pytestmark = pytest.mark.slow
 # Names by transformers' rule, which has no such classes.
-VISION_CLASSIFIERS = {
+TOWER_CLASSIFIERS = {
     "qwen2_5_vl_text": "Qwen2VLForSequenceClassification",
     "qwen3_vl_text": "Qwen3VLForSequenceClassification",
     "qwen3_vl_moe_text": "Qwen3VLMoeForSequenceClassification",
     "glm4v_text": "Glm4vForSequenceClassification",
     "glm4v_moe_text": "Glm4vMoeForSequenceClassification",
+    "qwen3_asr": "Qwen3ASRForSequenceClassification",
 }
 TEXTS = ["What is 7 + 15?", "A capital", "user assistant system", "é, and what BPE makes of it: twenty-two, or so"]
 
@@ -51,7 +52,7 @@ def test_configs_with_heads_are_transformers_own(family):
     config = settings.config().to_dict() | {"architectures": list(family.architectures)[:1]}
     classifiers = AutoModelForSequenceClassification._model_mapping
     is_known = type(settings.config()) in classifiers
-    if not is_known and family.name not in VISION_CLASSIFIERS:
+    if not is_known and family.name not in TOWER_CLASSIFIERS:
         with pytest.raises(ValueError, match=f"no sequence classification for {config['model_type']} models"):
             add_score_head(config, 5)
         return
@@ -62,7 +63,7 @@ def test_configs_with_heads_are_transformers_own(family):
     if is_known:
         assert made["architectures"] == [classifiers[type(settings.config())].__name__]
     else:
-        assert made["architectures"] == [VISION_CLASSIFIERS[family.name]]
+        assert made["architectures"] == [TOWER_CLASSIFIERS[family.name]]
     about = family_of(made).describe(made)
     assert (about.num_labels, about.tied) == (5, False)
     assert family_of(made).name == family.name
