@@ -36,7 +36,7 @@ def config(**changes):
         "accumulate_in_experts": False,
         "recompute_granularity": None,
         "recompute_modules": None,
-        "architecture": SimpleNamespace(expert_bias=True),
+        "architecture": SimpleNamespace(expert_bias=True, expert_latent=None),
     }
     return SimpleNamespace(**settings | changes)
 
