@@ -47,6 +47,17 @@ CASES = {
         "TP2 SP",
     ),
     "features put together": ("llava_onevision", {"vision": ALL}, "CP2"),
+    "whole tower and visual words": (
+        "ovis2",
+        {
+            "vision": {},
+            "whole": [
+                f"vision.{module}"
+                for module in ("patch_embed", "patch_norm", "position_embeddings", "layers", "final_norm", "merger")
+            ],
+        },
+        "CP2",
+    ),
     "visual words": ("ovis2", {"vision": ALL}, "TP2 SP"),
     "beside MoonViT": ("kimi_k25", {"vision": {}}, "TP2 SP EP2"),
     "MLP of squares": ("llama4", {"vision": ALL}, "TP2 SP"),
@@ -71,6 +82,7 @@ LONG += (
     "beside MoonViT",
     "features put together",
     "visual words",
+    "whole tower and visual words",
     "MLP of squares",
     "whole tower with an MLP of squares",
 )
