@@ -310,11 +310,16 @@ def _onevision_rules(folder: Path, processor: Any, video_processor: Any) -> OneV
     _check_same(folder, actual, expected)
     names = "resample", "image_mean", "image_std"
     of_images, of_videos = ({name: getattr(one, name) for name in names} for one in (processor, video_processor))
-    frame = video_processor.size["height"], video_processor.size["width"]
-    _check_same(folder, of_videos | {"size": frame}, of_images | {"size": (tile, tile)})
+    of_images |= {"size": (tile, tile)}
+    of_videos |= {"size": (video_processor.size["height"], video_processor.size["width"])}
+    differing = next((name for name in of_images if of_images[name] != of_videos[name]), None)
+    problem = differing and (
+        f"its frames would have {differing} {of_videos[differing]} by the checkpoint's processor, and images have "
+        f"{of_images[differing]}"
+    )
     if any(side % tile for size in pinpoints for side in size):
         raise ValueError(f"{folder}: image_grid_pinpoints has sizes that are not multiples of {tile}: not supported.")
-    return OneVisionImages(pinpoints, tile, patch, int(ratio.rpartition("_")[2]))
+    return OneVisionImages(pinpoints, tile, patch, int(ratio.rpartition("_")[2]), video_problem=problem)
 
 
 def _gemma3_rules(folder: Path, processor: Any) -> SquareImages:

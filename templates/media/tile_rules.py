@@ -283,12 +283,21 @@ class OneVisionImages(ImageRules):
     features are reduced to half as many on each side; one is behind all frames.
 
     resolutions: heights and widths of the rectangles. tile: side in pixels. most_tiles: to whose features those of an
-    image are reduced, as of bridge/layers/tile_features.py
+    image are reduced, as of bridge/layers/tile_features.py. video_problem: why videos cannot be used
     """
 
     merge_size = 1
 
-    def __init__(self, resolutions: Sequence[tuple[int, int]], tile: int, patch_size: int, most_tiles: int):
+    def __init__(
+        self,
+        resolutions: Sequence[tuple[int, int]],
+        tile: int,
+        patch_size: int,
+        most_tiles: int,
+        *,
+        video_problem: str | None = None,
+    ):
+        self._video_problem = video_problem
         self.patch_size, self._resolutions = patch_size, resolutions
         self.most_pixels = max(map(math.prod, resolutions))
         self._tile, self._side, self._most_tiles = tile, tile // patch_size, most_tiles
@@ -346,6 +355,8 @@ class OneVisionImages(ImageRules):
         return torch.cat((resize(pixels, tile, tile), tiles))[:, :, :side, :side]
 
     def frame_size(self, limits: MediaLimits) -> tuple[int, int]:
+        if self._video_problem:
+            raise UnusableRow(self._video_problem)
         if limits.video_max_pixels < self._tile**2:
             raise UnusableRow("it limits pixels, and the frames of the model's videos have one size")
         return self._side * self.patch_size, self._side * self.patch_size

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from megaswift.bridge.checkpoint.pretrained import load_tokenizer
+from megaswift.templates.formats.medium import Medium
+from megaswift.templates.formats.schemas import UnusableRow
 from megaswift.templates.media.processor import VisionProcessor
 from megaswift.templates.options import MediaOptions
 
@@ -52,14 +54,19 @@ def test_tokens_of_other_settings(name: str, value: Any, said: str, tmp_path: Pa
 
 
 def test_frames_of_another_size(tmp_path: Path) -> None:
+    """Than that of images, which can still be used."""
     folder = tiny_vision.FAMILIES["llava_onevision"](tmp_path)
     settings = json.loads((folder / "processor_config.json").read_text())["video_processor"]
+    frame = tiny_vision.picture(40, 40)
     for name, value, said in (
-        ("size", {"height": 28, "width": 28}, r"size \(28, 28\), and expected is \(32, 32\)"),
-        ("image_mean", [0.4] * 3, r"image_mean \(0.4.*, and expected is \(0.5"),
+        ("size", {"height": 28, "width": 28}, r"frames would have size \(28, 28\) .*, and images have \(32, 32\)"),
+        ("image_mean", [0.4] * 3, r"frames would have image_mean .0.4.*, and images have .0.5"),
     ):
-        with pytest.raises(ValueError, match=said):
-            opened(folder, "processor_config.json", video_processor=settings | {name: value})
+        vision = opened(folder, "processor_config.json", video_processor=settings | {name: value})
+        assert vision is not None
+        assert vision.plan(Medium("image", frame)).grid == (5, 2, 2)
+        with pytest.raises(UnusableRow, match=said):
+            vision.plan(Medium("video", [frame] * 2))
 
 
 @pytest.mark.parametrize(
