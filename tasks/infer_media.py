@@ -106,12 +106,13 @@ def _named_row(prompt: EncodedPrompt, medium: Medium) -> Iterator[None]:
 
 
 def to_request(prompt: EncodedPrompt, vision: VisionProcessor | None) -> "Request":
-    """Return a prompt with its images and videos as engines take them. Raises ValueError as `media_inputs`."""
+    """Return a prompt with its media as engines take them. Raises ValueError as `media_inputs`."""
     from .rollout.engine import Request
+    from .rollout.request_audio import training_audio
     from .rollout.request_image import RequestImage, resized_image
     from .rollout.request_video import training_video
 
-    images, videos = [], []
+    images, videos, audios = [], [], []
     has_videos = any(placed.plan.kind == "video" for placed in prompt.media)
     for placed in prompt.media:
         assert placed.medium is not None
@@ -120,6 +121,9 @@ def to_request(prompt: EncodedPrompt, vision: VisionProcessor | None) -> "Reques
             if placed.plan.kind == "video":
                 videos.append(training_video(placed, vision))
                 _ = videos[-1].sampled
+            elif placed.plan.kind == "audio":
+                audios.append(training_audio(placed, vision))
+                audios[-1].load()
             elif has_videos:
                 images.append(resized_image(placed, vision))
                 _ = images[-1].pixels
@@ -129,17 +133,11 @@ def to_request(prompt: EncodedPrompt, vision: VisionProcessor | None) -> "Reques
                 least, most = limits.min_pixels, limits.max_pixels
                 images.append(RequestImage.within(lambda pixels=pixels: pixels, least, most, vision))
     tokens = collapse(prompt.ids, prompt.media, vision.placeholders) if vision else prompt.ids
-    return Request(tokens, 0, images=images, prompt_length=len(prompt.ids), videos=videos)
+    return Request(tokens, 0, images=images, prompt_length=len(prompt.ids), videos=videos, audios=audios)
 
 
 def count_videos(media: Iterable[Medium]) -> int:
     return sum(medium.kind == "video" for medium in media)
-
-
-def check_audios(vision: VisionProcessor | None) -> None:
-    """Raise ValueError for a model of audios, which vLLM does not get."""
-    if vision and vision.family.image is None:
-        raise ValueError("--infer_backend vllm: takes no audios in this version. Set --infer_backend transformers.")
 
 
 def check_videos(vision: VisionProcessor | None, most: int) -> None:

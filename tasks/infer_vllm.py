@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..templates.media.processor import VisionProcessor
 from .infer_engine import AdapterFolder, ChatEngine, Emit
-from .infer_media import EncodedPrompt, check_audios, check_videos, to_request
+from .infer_media import EncodedPrompt, check_videos, to_request
 from .options import InferOptions
 from .rollout.lora_support import RANKS, lora_rank_bucket
 
@@ -29,7 +29,6 @@ class VllmChat(ChatEngine):
     ):
         """most_videos: of a prompt, where the prompts are known"""
         self.most_videos = options.vllm_limit_mm_per_prompt.get("video", most_videos)
-        check_audios(vision)
         check_videos(vision, self.most_videos)
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(
@@ -43,6 +42,7 @@ class VllmChat(ChatEngine):
         super().__init__(folder, options, vision)
         import torch
 
+        from .rollout.vllm_audios import EXTENSION
         from .rollout.vllm_images import image_arguments, vllm_prompt
         from .rollout.vllm_kwargs import engine_kwargs, set_cpu_defaults
 
@@ -60,6 +60,7 @@ class VllmChat(ChatEngine):
             max_model_len=options.vllm_max_model_len,
             enforce_eager=options.vllm_enforce_eager,
             use_tqdm_on_load=sys.stderr.isatty(),
+            worker_extension_cls=EXTENSION if vision and vision.audio else "",
             **lora_options,
             **image_arguments(folder, options, most_videos=most_videos),
             **engine_kwargs(options.vllm_engine_kwargs),

@@ -58,7 +58,7 @@ def wav(samples: np.ndarray, rate: int = RATE, channels: int = 1, width: int = 2
     return file.getvalue()
 
 
-def qwen3_asr(folder: Path, seed: int = 0) -> Path:
+def qwen3_asr(folder: Path, seed: int = 0, tied: bool = False, head_dim: int = 16) -> Path:
     """Write a tiny Qwen3-ASR with its processor to a folder and return it."""
     from transformers import Qwen3ASRConfig, Qwen3ASRFeatureExtractor, Qwen3ASRForConditionalGeneration
     from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
@@ -67,12 +67,12 @@ def qwen3_asr(folder: Path, seed: int = 0) -> Path:
     processor = Qwen3ASRProcessor(Qwen3ASRFeatureExtractor(feature_size=BINS), vocabulary, chat_template=TEMPLATE)
     text: dict[str, Any] = _text({"rope_type": "default", "rope_theta": 500.0})
     config = Qwen3ASRConfig(
-        text_config=text | {"model_type": "qwen3", "head_dim": 16},
+        text_config=text | {"model_type": "qwen3", "head_dim": head_dim},
         audio_config=TOWER,
         audio_token_id=vocabulary.convert_tokens_to_ids("<|audio_pad|>"),
         eos_token_id=SPECIAL.index("<|im_end|>"),
         pad_token_id=0,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     assert text["vocab_size"] == VOCABULARY + 2
     return _save(folder, Qwen3ASRForConditionalGeneration, config, processor, seed)

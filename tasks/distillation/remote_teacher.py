@@ -40,17 +40,12 @@ class RemoteTeacher:
                 reconnect_timeout=options.engine.server_reconnect_timeout,
             )
 
-        if most_media(run.data, "audio"):
-            raise ValueError(
-                "--teacher_model_server: the data has audios, which this version sends to no server. Set "
-                "--teacher_model instead"
-            )
         self.vision = run.vision
         self.reader = run_on_all_ranks(connect, gloo_group())
         broadcast_from_rank0(lambda: self.reader.check_vocabulary(run.tokenizer), gloo_group())
         if run.sees_media:
-            most_videos = most_media(run.data, "video")
-            broadcast_from_rank0(lambda: self.reader.check_media(run.most_images, most_videos), gloo_group())
+            most = run.most_images, most_media(run.data, "video"), most_media(run.data, "audio")
+            broadcast_from_rank0(lambda: self.reader.check_media(*most), gloo_group())
         if self.top > vocab_size:
             raise ValueError(f"--gkd_logits_topk {self.top}: the vocabulary has {vocab_size} tokens. Set fewer")
 

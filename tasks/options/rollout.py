@@ -58,7 +58,7 @@ class ServerOptions(VllmOptions):
     ] = False
     vllm_data_parallel_size: Annotated[int, "Number of engines; a request goes to the least busy one.", "[1, inf)"] = 1
     allowed_local_media_path: Annotated[
-        str | None, "Folder whose images requests may name by `path`. Default: none; they send the images."
+        str | None, "Folder whose images and audios requests may name by `path`. Default: none; they send them."
     ] = None
     log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], "Log level of the server."] = "info"
 

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from fastapi import Request as Http
 
+from ...templates.dataset.transformers_inputs import KINDS
 from ...templates.json_types import Json, JsonObject
 from ..options.groups import TEMPERATURES
+from .audio_bodies import AudioReader, SentAudio
 from .engine import Request, Sampling
 from .fields import Fields, RequestError, invalid_request, json_type
 from .image_bodies import MAX_MEDIA, ImageReader, SentImage
@@ -21,7 +23,7 @@ MAX_JSON_BYTES = 256 * 2**20  # per body
 JSON_SECONDS = 60.0  # to receive a body
 MAX_REQUESTS = 65536  # per body
 PENALTIES = 1e-2, 1e2  # bounds
-MEDIA = "images", "videos"  # fields of media, in the order of SentMedia
+MEDIA = "images", "videos", "audios"  # fields of media, in the order of SentMedia
 SEEDS = -(2**63), 2**64 - 1  # bounds that torch accepts
 
 
@@ -73,14 +75,15 @@ def printable(text: str) -> str:
 
 
 class SentMedia(NamedTuple):
-    """Images and videos of a body, or of one of its requests."""
+    """Images, videos and audios of a body, or of one of its requests."""
 
     images: Sequence[SentImage] = ()
     videos: Sequence[SentVideo] = ()
+    audios: Sequence[SentAudio] = ()
 
     def length(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens of a prompt with those of its media."""
-        return len(tokens) + sum(medium.plan.length - 1 for medium in (*self.images, *self.videos))
+        return len(tokens) + sum(medium.plan.length - 1 for medium in (*self.images, *self.videos, *self.audios))
 
 
 NO_MEDIA = SentMedia()
@@ -89,7 +92,7 @@ NO_MEDIA = SentMedia()
 class Limits:
     """Limits of the model: token ids below `vocab_size`, at most `positions` tokens. None if unknown.
 
-    images, videos: readers of them; None: the model takes none
+    images, videos, audios: readers of them; None: the model takes none
     """
 
     def __init__(
@@ -98,8 +101,10 @@ class Limits:
         positions: int | None,
         images: ImageReader | None = None,
         videos: VideoReader | None = None,
+        audios: AudioReader | None = None,
     ):
-        self.vocab_size, self.positions, self.images, self.videos = vocab_size, positions, images, videos
+        self.vocab_size, self.positions = vocab_size, positions
+        self.images, self.videos, self.audios = images, videos, audios
 
     def tokens(self, fields: Fields, *, new_tokens: int, media: SentMedia = NO_MEDIA) -> list[int]:
         """Return the field `tokens`. It is not empty, and leaves space for `new_tokens` more, and for its media."""
@@ -124,7 +129,9 @@ class Limits:
             names = "tokens", "seed", "max_new_tokens", "prompt_length", *MEDIA
             item_fields = Fields(item, names, f"request {number}")
             media = SentMedia(
-                _chosen(item_fields, "images", body_media.images), _chosen(item_fields, "videos", body_media.videos)
+                _chosen(item_fields, "images", body_media.images),
+                _chosen(item_fields, "videos", body_media.videos),
+                _chosen(item_fields, "audios", body_media.audios),
             )
             tokens = self.tokens(item_fields, new_tokens=1, media=media)
             self._check_places(item_fields, tokens, media)
@@ -145,8 +152,15 @@ class Limits:
         images = media.images
         if media.videos and self.images:
             images = [image.resized(self.images.vision) for image in images]
-        videos = [video for video, _ in media.videos]
-        return Request(tokens, seed, limit, [image for image, _ in images], media.length(tokens), videos)
+        return Request(
+            tokens,
+            seed,
+            limit,
+            [image for image, _ in images],
+            media.length(tokens),
+            [video for video, _ in media.videos],
+            [audio for audio, _ in media.audios],
+        )
 
     def _media(self, fields: Fields) -> SentMedia:
         if "images" in fields and self.images is None:
@@ -156,9 +170,12 @@ class Limits:
                 "videos: this server takes none. Start it with a model that does, and with vLLM with "
                 """--vllm_limit_mm_per_prompt '{"video": 1}'"""
             )
+        if "audios" in fields and self.audios is None:
+            raise invalid_request("audios: this server's model takes none. Start one with an audio-language model")
         return SentMedia(
             self.images.read(fields.items("images", MAX_MEDIA)) if self.images and "images" in fields else (),
             self.videos.read(fields.items("videos", MAX_MEDIA)) if self.videos and "videos" in fields else (),
+            self.audios.read(fields.items("audios", MAX_MEDIA)) if self.audios and "audios" in fields else (),
         )
 
     def _check_places(self, fields: Fields, tokens: list[int], media: SentMedia, *, has_drawn: bool = False) -> None:
@@ -166,17 +183,17 @@ class Limits:
 
         has_drawn: more placeholders are allowed, which a model has drawn
         """
-        for name, sent in zip(MEDIA, media, strict=True):
-            if not sent or not self.images:
+        readers = self.images, self.videos, self.audios
+        for name, kind, reader, sent in zip(MEDIA, KINDS, readers, media, strict=True):
+            if not sent or not reader:
                 continue
-            vision = self.images.vision
-            places = tokens.count(vision.image_token_id if name == "images" else vision.video_token_id or -1)
+            places = tokens.count(reader.vision.placeholder_id(kind))
             if places < len(sent) or (places > len(sent) and not has_drawn):
                 raise fields.invalid_request(f"it has {len(sent)} {name}, and tokens has {places} places for them")
         expected = fields.integer("prompt_length", 1, None, None)
         if expected not in (None, length := media.length(tokens)):
             raise fields.invalid_request(
-                f"it has {length} tokens with those of its images and videos here, and {expected} in training. Start "
+                f"it has {length} tokens with those of its media here, and {expected} in training. Start "
                 "the server with the same --model"
             )
 

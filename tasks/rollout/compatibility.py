@@ -63,6 +63,18 @@ def images_mismatch(images: int, most_images: int | None) -> str | None:
     )
 
 
+def audios_mismatch(audios: int, most_audios: int | None) -> str | None:
+    """Return why a server cannot take prompts of `audios` audios, or None. most_audios: of the server; None: any"""
+    if most_audios is None or audios <= most_audios:
+        return None
+    if not most_audios:
+        return "its model takes no audios, and the run's data has some. Start it with a model that does"
+    return (
+        f"it takes {most_audios} audios in a prompt, and the run's data has {audios}. Start it with another "
+        "--vllm_limit_mm_per_prompt"
+    )
+
+
 def videos_mismatch(videos: int, most_videos: int | None) -> str | None:
     """Return why a server cannot take prompts of `videos` videos, or None. most_videos: of the server; None: any"""
     if most_videos is None or videos <= most_videos:

@@ -41,7 +41,7 @@ class Request:
     images: Sequence[RequestImage] = ()  # in the order of their placeholders
     prompt_length: int | None = None  # tokens of the prompt in training, with those of its media; None: unknown
     videos: Sequence[RequestVideo] = ()  # in the order of their placeholders
-    audios: Sequence[RequestAudio] = ()  # likewise; of TransformersEngine alone
+    audios: Sequence[RequestAudio] = ()  # in the order of their placeholders
 
     @property
     def has_media(self) -> bool:
@@ -56,12 +56,6 @@ class Request:
                 "log-probabilities would be of other tokens. Set the same --model, and the same limits of images, for "
                 "the engine and the run"
             )
-
-
-def refuse_audios(request: Request) -> None:
-    """Raise ValueError for a request with audios, as those of a stream, which are not known before."""
-    if request.audios:
-        raise ValueError("a prompt has audios, which only transformers takes in this version. Set --use_vllm false")
 
 
 @dataclass(frozen=True)

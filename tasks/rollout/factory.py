@@ -52,6 +52,7 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
             vocab_size=get_vocab_size(run.hf_config),
             images=run.most_images,
             videos=most_media(run.data, "video"),
+            audios=most_media(run.data, "audio"),
             turns=tuple(turn_flags(run.options)),
             address_flags=address_flags(options),
         )
@@ -101,6 +102,7 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
         free_memory()
     settings = {"dtype": run.dtype, "experts": experts, "sleep_level": level, "memory_share": memory_share}
     settings |= {"most_images": run.most_images, "most_videos": most_media(run.data, "video")}
+    settings["most_audios"] = most_media(run.data, "audio")
     settings["adapter_rank"] = rank and max(rank, options.vllm_max_lora_rank or 0)
     engine = run_on_all_ranks(lambda: VllmEngine(engine_folder(run), options, **settings))
     idle = level > 0 or moves.weights or moves.optimizer
@@ -151,20 +153,13 @@ def engine_kind(options: EngineOptions) -> str:
 
 
 def check_media(run: Run, options: EngineOptions) -> None:
-    """Raise ValueError if the data has videos or audios, and the engine takes none in this version."""
-    kind = engine_kind(options)
-    if kind != "transformers" and most_media(run.data, "audio"):
-        flag = "--vllm_mode server" if kind == "server" else "--use_vllm true"
-        raise ValueError(
-            f"{flag}: the data has audios, which this version sends to no such engine. Set --use_vllm false, which "
-            "generates with transformers, or remove the audios"
-        )
+    """Raise ValueError if the data has videos, and the engine takes none in this version."""
     if has_videos(run.data) and run.vision and not run.vision.family.answers_videos:
         raise ValueError(
             f"--dataset: it has videos, to which {run.vision.model_type} generates no answers in this version. Remove "
             "them."
         )
-    if kind == "vllm" and has_videos(run.data) and run.vision and not takes_videos(run.vision):
+    if engine_kind(options) == "vllm" and has_videos(run.data) and run.vision and not takes_videos(run.vision):
         raise ValueError(
             "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL alone in this version. Set "
             "--use_vllm false, which generates with transformers, or remove the videos"

@@ -67,7 +67,7 @@ class ImageReader:
         most = fields.integer("max_pixels", 1, LARGEST, defaults.max_pixels)
         if least > most:
             raise fields.invalid_request(f"min_pixels {least} is above max_pixels {most}")
-        source = self._source(fields, part)
+        _, source = sent_source(fields, ("data", "url", "path"), self._folder)
         limits = defaults.of_row({"min_pixels": least, "max_pixels": most})
         try:
             plan = self.vision.plan_image(*image_size(source), limits)
@@ -76,34 +76,42 @@ class ImageReader:
             raise invalid_request(f"{part}: {error}") from None
         return SentImage(RequestImage.within(lambda: pixels, least, most, self.vision), plan)
 
-    def _source(self, fields: Fields, part: str) -> bytes | str | Path:
-        names = [name for name in ("data", "url", "path") if fields.raw(name, None) is not None]
-        if len(names) != 1:
-            raise fields.invalid_request("it needs one of data (base64), url and path")
-        (name,) = names
-        value = fields.raw(name)
-        if not isinstance(value, str) or not value or (name != "data" and len(value) > MAX_ADDRESS):
-            raise fields.invalid_request(f"{name} is no text, or too long a one")
-        if name == "data":
-            return decoded(value, fields, "data")
-        if name == "url":
-            if not value.lower().startswith(("http://", "https://")):
-                raise fields.invalid_request("url begins with neither http:// nor https://")
-            return value
-        return self._file(value, fields)
 
-    def _file(self, value: str, fields: Fields) -> Path:
-        if self._folder is None:
-            raise fields.invalid_request(
-                "path: this server reads no files. Start it with --allowed_local_media_path, or send data"
-            )
-        try:
-            file = (self._folder / value).resolve()
-        except (OSError, ValueError):
-            raise fields.invalid_request("path is none") from None
-        if not file.is_relative_to(self._folder):
-            raise fields.invalid_request("path: it is outside of the server's --allowed_local_media_path")
-        return file
+def sent_source(fields: Fields, names: Sequence[str], folder: Path | None) -> tuple[str, bytes | str | Path]:
+    """Return the one of these fields that is there, and its source: bytes of base64, a URL, or a path in `folder`.
+
+    folder: whose files clients may name; None: none. Raises RequestError.
+    """
+    present = [name for name in names if fields.raw(name, None) is not None]
+    if len(present) != 1:
+        listed = ["data (base64)" if name == "data" else name for name in names]
+        raise fields.invalid_request(f"it needs one of {', '.join(listed[:-1])} and {listed[-1]}")
+    (name,) = present
+    value = fields.raw(name)
+    is_address = name in ("url", "path")
+    if not isinstance(value, str) or not value or (is_address and len(value) > MAX_ADDRESS):
+        raise fields.invalid_request(f"{name} is no text, or too long a one")
+    if not is_address:
+        return name, decoded(value, fields, name)
+    if name == "path":
+        return name, _allowed_file(value, fields, folder)
+    if not value.lower().startswith(("http://", "https://")):
+        raise fields.invalid_request("url begins with neither http:// nor https://")
+    return name, value
+
+
+def _allowed_file(value: str, fields: Fields, folder: Path | None) -> Path:
+    if folder is None:
+        raise fields.invalid_request(
+            "path: this server reads no files. Start it with --allowed_local_media_path, or send data"
+        )
+    try:
+        file = (folder / value).resolve()
+    except (OSError, ValueError):
+        raise fields.invalid_request("path is none") from None
+    if not file.is_relative_to(folder):
+        raise fields.invalid_request("path: it is outside of the server's --allowed_local_media_path")
+    return file
 
 
 def decoded(value: Any, fields: Fields, name: str) -> bytes:

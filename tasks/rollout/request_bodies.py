@@ -1,8 +1,8 @@
-"""Bodies of /generate and /top_log_probs that a run sends, with images and videos.
+"""Bodies of /generate and /top_log_probs that a run sends, with images, videos and audios.
 
-A body has `images`, a list of {data, min_pixels, max_pixels}, and `videos`, a list of {frames, fps, indices,
-total_frames}; each request has the indices of its own: completions of a prompt share one. A body to be scored is of one
-document, which has all of them. `data` and `frames` are files in base64.
+A body has `images`, a list of {data, min_pixels, max_pixels}, `videos`, a list of {frames, fps, indices, total_frames},
+and `audios`, a list of {samples}; each request has the indices of its own: completions of a prompt share one. A body to
+be scored is of one document, which has all of them. `data` and `frames` are files in base64, `samples` float32.
 """
 
 import base64
@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ...templates.json_types import JsonObject
-from .engine import Request, refuse_audios
+from .engine import Request
+from .request_audio import RequestAudio
 from .request_image import RequestImage
 from .request_video import RequestVideo
 
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 MEDIA_BYTES = 128 * 2**20  # decoded, of a body, unless one request has more
 CHANNELS = 3
 
-type RequestMedium = RequestImage | RequestVideo
+type RequestMedium = RequestImage | RequestVideo | RequestAudio
 
 
 def request_bodies(requests: Iterable[Request]) -> list[JsonObject]:
-    """Divide requests, in order, into bodies {requests, images, videos} of at most MEDIA_BYTES of media each."""
+    """Divide requests, in order, into bodies, each with at most MEDIA_BYTES of media."""
     encoded: dict[RequestMedium, JsonObject] = {}
     bodies: list[JsonObject] = []
     numbers: dict[str, dict[RequestMedium, int]] = {}  # places of the media in the last body
@@ -65,18 +66,21 @@ def scoring_body(document: Request) -> JsonObject:
 
 
 def _media(request: Request) -> dict[str, list[RequestMedium]]:
-    refuse_audios(request)
-    return {"images": [*request.images], "videos": [*request.videos]}
+    return {"images": [*request.images], "videos": [*request.videos], "audios": [*request.audios]}
 
 
 def _decoded_bytes(medium: RequestMedium) -> int:
     if isinstance(medium, RequestVideo):
         return medium.sampled.frames.nbytes
+    if isinstance(medium, RequestAudio):
+        return medium.samples.nbytes
     return medium.pixels.width * medium.pixels.height * CHANNELS
 
 
 def _encode(medium: RequestMedium) -> JsonObject:
-    """Return an image, or the frames of a video, without loss."""
+    """Return an image, the frames of a video, or the samples of an audio, without loss."""
+    if isinstance(medium, RequestAudio):
+        return {"samples": base64.b64encode(medium.samples.astype("<f4").tobytes()).decode()}
     if isinstance(medium, RequestImage):
         return {"data": _png(medium.pixels), "min_pixels": medium.min_pixels, "max_pixels": medium.max_pixels}
     from PIL import Image

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...templates.json_types import JsonObject
 from ..run.vocabulary import compare_vocabularies, vocabulary_error
-from .compatibility import images_mismatch, videos_mismatch
+from .compatibility import audios_mismatch, images_mismatch, videos_mismatch
 from .completion_json import from_json
 from .engine import Completion, Request, Sampling, TopLogProbs
 from .health import ANSWER_TIMEOUT, gather_all, notify, reconnect_hint, supervise, unreachable_reason
@@ -77,15 +77,16 @@ class ScoringClient:
             part = slice(i, i + 1)
             raise vocabulary_error(source, str(tokenizer.decode(local_ids[part])), served_ids[part], local_ids[part])
 
-    def check_media(self, images: int, videos: int = 0) -> None:
-        """Raise ValueError where the server takes fewer images or videos in a document."""
+    def check_media(self, images: int, videos: int = 0, audios: int = 0) -> None:
+        """Raise ValueError where the server takes fewer images, videos or audios in a document."""
         if self._model is not None:
             raise ValueError(
-                f"{FLAG} {self.url}: the run has images or videos, and vLLM's own server takes none in a tokenized "
-                "prompt. Start `swift rollout` with the teacher"
+                f"{FLAG} {self.url}: the run has images, videos or audios, and vLLM's own server takes none in a "
+                "tokenized prompt. Start `swift rollout` with the teacher"
             )
         health = asyncio.run(self._health())
         mismatch = images_mismatch(images, health.get("images")) or videos_mismatch(videos, health.get("videos"))
+        mismatch = mismatch or audios_mismatch(audios, health.get("audios", 0))
         if mismatch:
             raise ValueError(f"{FLAG} {self.url}: {mismatch}")
 

@@ -1,7 +1,7 @@
 """Routes of the rollout server that score tokens for distillation. They need no claim and change no state.
 
 POST /vocabulary     {} -> the tokenizer's vocabulary: token ids by token
-POST /top_log_probs  {tokens, places (positions), top, vocab_size, images, videos, prompt_length} ->
+POST /top_log_probs  {tokens, places (positions), top, vocab_size, images, videos, audios, prompt_length} ->
                      `encode_top` of `ScoringEngine.top_log_probs`
 """
 

@@ -18,6 +18,7 @@ from .compatibility import turn_flags
 from .keys import server_key
 
 if TYPE_CHECKING:
+    from .audio_bodies import AudioReader
     from .image_bodies import ImageReader
     from .video_bodies import VideoReader
 
@@ -57,7 +58,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
 
         with loading(folder, has_progress_bar=True):
             backend = InProcessBackend(TransformersEngine(folder, dtype=dtype), kind)
-    images, videos = _media_readers(folder, kind, options)
+    images, videos, audios = _media_readers(folder, kind, options)
     server = Server(
         backend,
         options.model,
@@ -68,6 +69,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         turns=turn_flags(options),
         images=images,
         videos=videos,
+        audios=audios,
         most_images=options.vllm_limit_mm_per_prompt.get("image"),
     )
     _enable_log(options.log_level)
@@ -89,12 +91,13 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
 
 def _media_readers(
     folder: Path, kind: str, options: RolloutOptions
-) -> "tuple[ImageReader, VideoReader | None] | tuple[None, None]":
-    """Return the readers of images and videos in requests; None for what the model does not take. Raises ValueError."""
+) -> "tuple[ImageReader | None, VideoReader | None, AudioReader | None]":
+    """Return the readers of media in requests; None for what the model does not take. Raises ValueError."""
     from ...bridge.checkpoint.pretrained import load_tokenizer
     from ...templates.media.families import check_answers
     from ...templates.media.processor import VisionProcessor
     from ...templates.options import MediaOptions
+    from .audio_bodies import AudioReader
     from .image_bodies import ImageReader
     from .video_bodies import VideoReader
     from .vllm_images import takes_videos
@@ -102,17 +105,20 @@ def _media_readers(
     check_answers(read_config(folder).get("model_type"))
     allowed, limits = options.allowed_local_media_path, options.vllm_limit_mm_per_prompt
     vision = VisionProcessor.open(folder, load_tokenizer(folder), MediaOptions())
-    if allowed and (vision is None or vision.family.image is None):
-        raise ValueError(f"--allowed_local_media_path {allowed}: the model takes no images. Remove it.")
+    if allowed and vision is None:
+        raise ValueError(f"--allowed_local_media_path {allowed}: the model takes no images or audios. Remove it.")
     if allowed and not Path(allowed).expanduser().is_dir():
         raise ValueError(f"--allowed_local_media_path {allowed}: no such folder. Set one that exists.")
-    if vision is None or vision.family.image is None:
-        return None, None
-    images = ImageReader(vision, Path(allowed).expanduser() if allowed else None)
+    if vision is None:
+        return None, None, None
+    allowed_folder = Path(allowed).expanduser() if allowed else None
+    if vision.audio is not None:
+        return None, None, AudioReader(vision, allowed_folder, limits.get("audio"))
+    images = ImageReader(vision, allowed_folder)
     if not vision.family.answers_videos:
-        return images, None
+        return images, None, None
     if kind == "transformers":
-        return images, VideoReader(vision)
+        return images, VideoReader(vision), None
     # vLLM reserves memory for the longest video where it takes any.
     most = limits.get("video", 0)
     if most and not takes_videos(vision):
@@ -120,7 +126,7 @@ def _media_readers(
             f"--vllm_limit_mm_per_prompt {limits}: vLLM takes videos of Qwen3-VL alone in this version. Set "
             "--infer_backend transformers, or remove video."
         )
-    return images, VideoReader(vision, most)
+    return images, VideoReader(vision, most), None
 
 
 def choose_backend(options: RolloutOptions) -> str:

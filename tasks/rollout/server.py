@@ -32,11 +32,19 @@ from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 
 from ...templates.json_types import JsonObject
+from .audio_bodies import AudioReader
 from .backend import Backend
 from .bodies import MEDIA, Limits, client_gone, json_body, printable
 from .bucket_requests import bucket_length, probe_of, shared_bucket
 from .claim import Claim
-from .compatibility import adapter_mismatch, images_mismatch, turn_mismatch, videos_mismatch, vocab_mismatch
+from .compatibility import (
+    adapter_mismatch,
+    audios_mismatch,
+    images_mismatch,
+    turn_mismatch,
+    videos_mismatch,
+    vocab_mismatch,
+)
 from .completion_json import as_json
 from .fields import Fields, RequestError, invalid_request
 from .image_bodies import ImageReader
@@ -68,17 +76,18 @@ class Server:
         images: ImageReader | None = None,
         videos: VideoReader | None = None,
         most_images: int | None = None,
+        audios: AudioReader | None = None,
     ):
         """Make the server.
 
         `positions`: longest text of the model, in tokens.
         `hosts`: names by which clients may call this server; None: any.
         `turns`: flags of multi-turn episodes that a run must have.
-        `images`, `videos`: readers of them; None: the model takes none.
+        `images`, `videos`, `audios`: readers of them; None: the model takes none.
         `most_images`: of a prompt; None: any number.
         """
         self.backend, self.model, self.vocab_size = backend, model, vocab_size
-        self.limits, self._most_images = Limits(vocab_size, positions, images, videos), most_images
+        self.limits, self._most_images = Limits(vocab_size, positions, images, videos, audios), most_images
         self._key, self._hosts, self._turns = api_key, hosts, turns
         self.owner = Claim(silence)
         self.version: str | None = None  # the run's name of the weights; None: those of the model's folder
@@ -156,15 +165,15 @@ class Server:
         self.owner.check(http.headers.get("x-run", ""))
 
     async def claim(self, http: Http) -> JsonObject:
-        """Claim or renew the claim: {run, who, adapters, vocab_size, turns, images, videos, probe: {pid, fd,
-        bytes, secret} or null}.
+        """Claim or renew the claim: {run, who, adapters, vocab_size, turns, images, videos, audios, probe: {pid,
+        fd, bytes, secret} or null}.
 
         `adapters`: rank of the adapters that the run will send; 0 or absent: full weights.
         `vocab_size`: of the run's model, if known; the server's must equal it.
-        `images`, `videos`: most of a prompt of the run; 0 or absent: none. `local` in the answer: the probe's
+        `images`, `videos`, `audios`: most of a prompt of the run; 0 or absent: none. `local` in the answer: the probe's
             memory is readable here, so that buckets can go through shared memory.
         """
-        names = ("run", "who", "adapters", "vocab_size", "turns", "images", "videos", "probe")
+        names = ("run", "who", "adapters", "vocab_size", "turns", *MEDIA, "probe")
         fields = Fields(await json_body(http), names)
         run, who = fields.text("run"), printable(fields.text("who"))
         if not run.isascii() or not run.isprintable():
@@ -177,6 +186,8 @@ class Server:
         if mismatch := images_mismatch(fields.integer("images", 0, default=0), self.most_images):
             raise invalid_request(mismatch)
         if mismatch := videos_mismatch(fields.integer("videos", 0, default=0), self.most_videos):
+            raise invalid_request(mismatch)
+        if mismatch := audios_mismatch(fields.integer("audios", 0, default=0), self.most_audios):
             raise invalid_request(mismatch)
         probe = probe_of(fields.raw("probe", None))
         await self._release_if_ended()
@@ -248,6 +259,7 @@ class Server:
             "workers": self.backend.workers,
             "images": self.most_images,
             "videos": self.most_videos,
+            "audios": self.most_audios,
             "version": self.version,
             "unfit": self._invalid_reason,
             "run": self.owner.who if self.owner.run is not None else None,
@@ -263,6 +275,11 @@ class Server:
     def most_videos(self) -> int | None:
         """Most videos of a prompt; None: any number."""
         return self.limits.videos.most if self.limits.videos else 0
+
+    @property
+    def most_audios(self) -> int | None:
+        """Most audios of a prompt; None: any number."""
+        return self.limits.audios.most if self.limits.audios else 0
 
     def _not_ready(self) -> str | None:
         """Return why the server cannot generate, None if it can."""
@@ -281,8 +298,8 @@ class Server:
     # ---- completions
 
     async def generate(self, http: Http) -> Response:
-        """Generate: {requests: [...], sampling: {...}, images: [...], videos: [...], version: of the weights (absent:
-        any)} -> {completions, version}."""
+        """Generate: {requests: [...], sampling: {...}, images: [...], videos: [...], audios: [...], version: of the
+        weights (absent: any)} -> {completions, version}."""
         body = await json_body(http)
         if any(name in body for name in MEDIA):  # decoded in a thread, so that the server stays responsive
             requests, sampling = await asyncio.to_thread(self.limits.generation, body)

@@ -41,6 +41,7 @@ class ClientSettings:
     vocab_size: int | None = None  # of the run's model; a server with another one is rejected
     images: int = 0  # most images of a prompt of the run; a server that takes fewer is rejected
     videos: int = 0  # likewise
+    audios: int = 0  # likewise
     turns: tuple[str, ...] = ()  # the run's flags of multi-turn episodes; a server with others is rejected
     transport: Transport = "auto"  # of buckets; auto: the fastest that works
     bucket_bytes: int = BUCKET_BYTES
@@ -140,6 +141,7 @@ class ServerConnection:
                 "vocab_size": self._settings.vocab_size,
                 **({"images": self._settings.images} if self._settings.images else {}),
                 **({"videos": self._settings.videos} if self._settings.videos else {}),
+                **({"audios": self._settings.audios} if self._settings.audios else {}),
                 **({"turns": list(self._settings.turns)} if self._settings.turns else {}),
                 "who": f"process {os.getpid()} on {socket.gethostname()}",
                 "probe": memory.handle._asdict() | {"secret": secret.hex()},

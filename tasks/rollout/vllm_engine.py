@@ -73,6 +73,7 @@ class VllmEngine:
         memory_share: float = 0.9,
         most_images: int = 0,
         most_videos: int = 0,
+        most_audios: int = 0,
     ):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(
@@ -110,7 +111,7 @@ class VllmEngine:
                 enable_return_routed_experts=experts,
                 use_tqdm_on_load=sys.stderr.isatty(),
                 **lora,
-                **image_arguments(Path(folder), options, most_images, most_videos),
+                **image_arguments(Path(folder), options, most_images, most_videos, most_audios),
                 generation_config="vllm",  # no defaults other than Sampling's
                 logprobs_mode="raw_logprobs",  # see _set_temperature
                 **engine_kwargs(options.vllm_engine_kwargs),

@@ -1,43 +1,57 @@
-"""Images of prompts in vLLM: its arguments, and a request's prompt."""
+"""Images, videos and audios of prompts in vLLM: its arguments, and a request's prompt."""
 
 from pathlib import Path
 from typing import Any
 
 from ...bridge.checkpoint.hub import read_config
+from ...templates.formats.medium import MediaKind
 from ...templates.json_types import JsonObject
 from ...templates.media.families import FAMILIES
 from ...templates.media.processor import VisionProcessor
 from ..options.groups import GenerationOptions
 from ..options.rollout import VllmOptions
-from .engine import Request, refuse_audios
+from .engine import Request
 from .request_image import LARGEST
+from .vllm_audios import audio_data, hear
 
 
 def image_arguments(
-    folder: Path, options: VllmOptions | GenerationOptions, most_images: int | None = None, most_videos: int = 0
+    folder: Path,
+    options: VllmOptions | GenerationOptions,
+    most_images: int | None = None,
+    most_videos: int = 0,
+    most_audios: int | None = None,
 ) -> JsonObject:
-    """Return vLLM's arguments for the model in `folder` with images in prompts.
+    """Return vLLM's arguments for the model in `folder` with images, videos or audios in prompts.
 
-    most_images, most_videos: of a prompt of the data; None: unknown. Raises ValueError if the options allow fewer, or
-    are for images that the model does not take.
+    most_images, most_videos, most_audios: of a prompt of the data; None: unknown. Raises ValueError if the options
+    allow fewer, or are for media that the model does not take.
     """
     limits, cache = options.vllm_limit_mm_per_prompt, options.vllm_mm_processor_cache_gb
-    if read_config(folder).get("model_type") not in FAMILIES:
+    family = FAMILIES.get(read_config(folder).get("model_type", ""))
+    if family is None:
         if limits or cache is not None:
             flag = f"--vllm_limit_mm_per_prompt {limits}" if limits else f"--vllm_mm_processor_cache_gb {cache:g}"
             raise ValueError(f"{flag}: the model takes no images. Remove it.")
         return {}
-    if most_images == most_videos == 0 and not limits:  # texts alone
+    if most_images == most_videos == most_audios == 0 and not limits:  # texts alone
         return {}
-    for kind, most in (("image", most_images), ("video", most_videos)):
+    counts: dict[MediaKind, int | None] = {"image": most_images, "video": most_videos, "audio": most_audios}
+    for kind, most in counts.items():
+        if limits.get(kind) and family.placeholder(kind) is None:
+            raise ValueError(f"--vllm_limit_mm_per_prompt {limits}: the model takes no {kind}s. Remove it.")
         if most and limits.get(kind, most) < most:
             raise ValueError(
                 f"--vllm_limit_mm_per_prompt {limits}: the data has a prompt of {most} {kind}s. Set at least as many, "
                 "or remove it."
             )
-    arguments: JsonObject = {
-        "limit_mm_per_prompt": ({"image": most_images} if most_images else {}) | {"video": most_videos} | limits
-    }
+    if family.image is None:
+        hear()
+        known = {"audio": most_audios} if most_audios else {}
+        arguments: JsonObject = {"limit_mm_per_prompt": known | limits, "enable_mm_embeds": True}
+    else:
+        known = {"image": most_images} if most_images else {}
+        arguments = {"limit_mm_per_prompt": known | {"video": most_videos} | limits}
     if cache is not None:
         arguments["mm_processor_cache_gb"] = cache
     return arguments
@@ -50,13 +64,14 @@ def takes_videos(vision: VisionProcessor) -> bool:
 
 def vllm_prompt(request: Request) -> dict[str, Any]:
     """Return a request as a prompt of vLLM, which expands its placeholders by the checkpoint's processor."""
-    refuse_audios(request)
     prompt: dict[str, Any] = {"prompt_token_ids": request.tokens}
     media: dict[str, Any] = {}
     if request.images:
         media["image"] = [image.pixels for image in request.images]
     if request.videos:
         media["video"] = [video.frames for video in request.videos]
+    if request.audios:
+        return prompt | {"multi_modal_data": {"audio": audio_data(request.audios)}}
     if media:
         # The limits of a row are those of all its images; frames have training's size already.
         arguments = request.images[0].arguments if request.images else None

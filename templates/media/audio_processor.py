@@ -48,7 +48,10 @@ class AudioProcessor:
 
     def frames(self, medium: Medium) -> int:
         """Return the frames of an audio's spectrogram, from its header. Raises UnusableRow with the reason."""
-        samples = audio_info(medium.source, allow_private=self._allow_private).resampled(self.rate)
+        return self.frames_of(audio_info(medium.source, allow_private=self._allow_private).resampled(self.rate))
+
+    def frames_of(self, samples: int) -> int:
+        """Return the frames of the spectrogram of so many samples at the model's rate. Raises UnusableRow."""
         samples = max(samples, self._least)
         if self._family.is_padded:
             return self._padded_frames(samples)
@@ -74,7 +77,14 @@ class AudioProcessor:
 
     def spectrogram(self, medium: Medium, frames: int) -> np.ndarray:
         """Return the log-mel spectrogram of a planned audio: float32 [frames, mel bins]. Raises UnusableRow."""
-        samples = read_audio(medium.source, self.rate, allow_private=self._allow_private)
+        return self.spectrogram_of(self.samples(medium), frames)
+
+    def samples(self, medium: Medium) -> np.ndarray:
+        """Return the samples of an audio at the model's rate: float32 [samples]. Raises UnusableRow."""
+        return read_audio(medium.source, self.rate, allow_private=self._allow_private)
+
+    def spectrogram_of(self, samples: np.ndarray, frames: int) -> np.ndarray:
+        """Return the spectrogram of samples, as `spectrogram`. Raises UnusableRow if they have other frames."""
         if self._family.is_padded:
             return self._padded_spectrogram(samples, frames)
         features = self._extractor(
@@ -113,6 +123,10 @@ class AudioProcessor:
         padded = np.pad(samples, (0, frames * hop + 2 * window - len(samples)))
         features = self._extractor(padded, sampling_rate=self.rate, padding="longest", return_tensors="np")
         return np.ascontiguousarray(features["input_features"][0, :, :frames].T, dtype=np.float32)
+
+    def silent_samples(self, frames: int) -> np.ndarray:
+        """Return samples whose spectrogram is `silence`: float32 [samples]."""
+        return np.zeros(frames * self._extractor.hop_length, np.float32)
 
     def silence(self, frames: int) -> np.ndarray:
         """Return the spectrogram in place of an audio that cannot be decoded."""

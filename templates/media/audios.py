@@ -17,6 +17,7 @@ from ..formats.schemas import UnusableRow
 from .sources import open_source
 
 MOST_SECONDS = 3600
+RATES = 1000, 384_000  # bounds of samples per second: filters of resampling are as long
 HEADER_SECONDS = 0.5  # largest error of a header's length
 WHOLE_NUMBERS = {2: "<i2", 4: "<i4"}  # NumPy's types by bytes of a sample
 
@@ -44,25 +45,30 @@ def audio_info(source: Any, *, allow_private: bool = False) -> AudioInfo:
             return _checked(_container_info(container))
 
 
-def read_audio(source: Any, rate: int, *, allow_private: bool = False) -> np.ndarray:
+def read_audio(source: Any, rate: int, *, allow_private: bool = False, is_wave: bool = False) -> np.ndarray:
     """Return the mean of an audio's channels at this rate: float32 [samples]. Raises UnusableRow.
 
+    is_wave: take WAV files of whole numbers alone
     Raises ValueError without SciPy, if its own rate is another.
     """
     with open_source(source, "audio", allow_private=allow_private) as file:
         if info := _wave_info(file):
+            _checked(info)
             samples = _read_wave(file)
+        elif is_wave:
+            raise UnusableRow("an audio is no WAV file of whole numbers")
         else:
             with _container(file) as container:
-                info = _container_info(container)
+                info = _checked(_container_info(container))
                 samples = _fitted(_decode(container), info)
-    _checked(info)
     return samples if info.rate == rate else _resample(samples, info.rate, rate)
 
 
 def _checked(info: AudioInfo) -> AudioInfo:
     if not info.samples:
         raise UnusableRow("an audio is empty")
+    if not RATES[0] <= info.rate <= RATES[1]:
+        raise UnusableRow(f"an audio has {info.rate} samples per second, not {RATES[0]} to {RATES[1]}")
     if info.samples > MOST_SECONDS * info.rate:
         raise UnusableRow(f"an audio is longer than {MOST_SECONDS} seconds")
     return info

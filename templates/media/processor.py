@@ -231,8 +231,7 @@ class VisionProcessor:
         if medium.kind == "audio":
             if self.audio is None:
                 raise UnusableRow(self._refusal("audio"))
-            frames = self.audio.frames(medium)
-            return MediaPlan("audio", (frames, 1, 1), self.audio.tokens(frames))
+            return self.plan_audio(self.audio.frames(medium))
         limits = self.limits.of_row(medium.limits)
         if medium.kind == "image":
             return self.plan_image(*image_size(medium.source, allow_private=self.allow_private), limits)
@@ -240,6 +239,11 @@ class VisionProcessor:
         indices = self._sample(info, limits, self.temporal_patch_size)
         height, width = self._resized_frame(len(indices), info.height, info.width, limits)
         return self.plan_frames(height, width, indices, info, limits.fps)
+
+    def plan_audio(self, frames: int) -> MediaPlan:
+        """Return the size of an audio. frames: of its spectrogram"""
+        assert self.audio is not None
+        return MediaPlan("audio", (frames, 1, 1), self.audio.tokens(frames))
 
     def plan_frames(
         self, height: int, width: int, indices: Sequence[int], info: VideoInfo, fps: float | None = None

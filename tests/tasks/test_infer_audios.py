@@ -157,5 +157,3 @@ def test_what_cannot_be_heard_is_named(model, sounds, tmp_path):
     tiny_vision.picture(70, 90).save(tmp_path / "a.png")
     with pytest.raises(ValueError, match=r"line 1: .*a\.png: the model takes no images"):
         ask(model, [{"query": "<image>what?", "images": [str(tmp_path / "a.png")]}], tmp_path)
-    with pytest.raises(ValueError, match=r"--infer_backend vllm: takes no audios in this version"):
-        ask(model, [good], tmp_path, infer_backend="vllm")

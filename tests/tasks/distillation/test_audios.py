@@ -11,6 +11,7 @@ from torch import Tensor
 from tests import tiny_audio
 from tests.tasks.audio_oracle import SOUNDS, AudioOracle, write_sounds
 from tests.tasks.distillation.test_images import LENGTH, greedy
+from tests.tasks.distillation.test_teacher_server import teaching
 from tests.tasks.vision_oracle import ALL, BATCH, STEPS, Place, log
 
 pytestmark = pytest.mark.slow
@@ -96,7 +97,11 @@ def test_a_layout_gives_the_numbers_of_one_process(place: Place) -> None:
     torch.testing.assert_close(log(layout, *NAMES), log(distil(place, "--lmbda 0"), *NAMES), rtol=1e-4, atol=0)
 
 
-def test_a_server_does_not_hear(place: Place) -> None:
-    flags = FLAGS.replace("--teacher_model teacher", "--teacher_model_server http://127.0.0.1:9 --gkd_logits_topk 4")
-    printed = place.run(f"rlhf --rlhf_type gkd {flags} --dataset rows.jsonl --lmbda 0", fails=True)
-    assert "error: --teacher_model_server: the data has audios" in printed
+@pytest.mark.long
+def test_a_teacher_behind_a_server_is_that_in_the_process(place: Place) -> None:
+    with teaching(place.folder / "teacher", torch_dtype="float32") as (url, _):
+        flags = FLAGS.replace("--teacher_model teacher", f"--teacher_model_server {url}")
+        words = "--dataset rows.jsonl --lmbda 0 --gkd_logits_topk 9"
+        served = place.run(f"rlhf --rlhf_type gkd {flags} {words}")
+    inside = place.run(f"rlhf --rlhf_type gkd {FLAGS} {words}")
+    torch.testing.assert_close(log(served, *NAMES), log(inside, *NAMES), rtol=1e-5, atol=0)

@@ -128,7 +128,7 @@ def test_scores_are_those_of_transformers(place: Place, url: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"prompt_length": 30}, "it has 8 tokens with those of its images and videos here, and 30 in training"),
+        ({"prompt_length": 30}, "it has 8 tokens with those of its media here, and 30 in training"),
         ({"tokens": [1, 2]}, "it has 1 images, and tokens has 0 places"),
         ({"places": [7]}, "an item of places is 7: it must be a whole number from 0 to 6"),
         ({"images": [{"data": "aGVsbG8="}]}, "image 0: an image is of no known format"),

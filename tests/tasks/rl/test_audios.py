@@ -7,6 +7,7 @@ import torch
 
 from tests import tiny_audio
 from tests.tasks.audio_oracle import AudioOracle, write_sounds
+from tests.tasks.distillation.test_teacher_server import teaching
 from tests.tasks.preference.runs import assert_close, assert_same_weights
 from tests.tasks.rl import upstream
 from tests.tasks.rl.images import Scored, Seen, SeenPpo, write
@@ -121,7 +122,10 @@ def test_layouts_agree(layout: str, audios: Place) -> None:
     assert_same_steps(audios.run(f"{base} {layout}", processes=2), audios.run(base))
 
 
-def test_what_does_not_hear_is_refused(audios: Place) -> None:
-    flags = "--use_vllm true --vllm_mode server --vllm_server_base_url http://127.0.0.1:9"
-    error = "error: --vllm_mode server: the data has audios, which this version sends to no such engine."
-    assert error in audios.megatron(audios.line(f"{FLAGS} {flags}", "deaf"), code=1)
+@pytest.mark.long
+def test_a_server_generates_as_the_process_does(audios: Place) -> None:
+    """Each step uses its own weights, the tower among them."""
+    flags = f"{FLAGS} --beta 0 --steps_per_generation 1 --lr 3e-3"
+    with teaching(audios.folder / "hears", torch_dtype="float32") as (url, _):
+        served = audios.run(f"{flags} --use_vllm true --vllm_mode server --vllm_server_base_url {url}")
+    assert_same_steps(served, audios.run(flags))

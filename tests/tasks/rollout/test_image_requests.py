@@ -134,7 +134,7 @@ def test_sent_pixels_arrive(vision: VisionProcessor) -> None:
         (
             body(GOOD, prompt_length=9),
             422,
-            "it has 8 tokens with those of its images and videos here, and 9 in training",
+            "it has 8 tokens with those of its media here, and 9 in training",
         ),
     ],
 )

@@ -151,7 +151,7 @@ broken = partial(body, FRAMES)
         (broken(tokens=[1, 2]), "request 0: it has 1 videos, and tokens has 0 places for them"),
         (broken(indices=[1]), "request 0: an item of videos is 1: it must be a whole number from 0 to 0"),
         (broken(tokens=[VIDEO] * 30, indices=[0] * 30), "tokens and 1 new one are too many: the model has 200"),
-        (broken(prompt_length=9), "tokens with those of its images and videos here, and 9 in training"),
+        (broken(prompt_length=9), "tokens with those of its media here, and 9 in training"),
     ],
 )
 def test_bad_videos_have_a_reason(sent: dict, said: str, server: str) -> None:
