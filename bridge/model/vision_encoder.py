@@ -4,10 +4,11 @@ The ranks of a replica (one data-parallel index; tensor, context and pipeline pa
 batches: each is encoded once, by the rank that the data loader has chosen. The features are then exchanged, so that
 each rank has those of its own visual tokens and layers. They enter the language model as leaves of autograd, whose
 gradients are sent back for the tower's backward pass. The schedule and its recomputation therefore know nothing of the
-tower. Without pipeline parallelism a micro batch is encoded right before its forward pass, and the tower's backward
-pass follows that of the language model. If there is none, some micro batches are encoded together, so that the host
-launches fewer kernels. With pipeline parallelism all are encoded before the schedule, and have their backward passes
-after it.
+tower. Without pipeline parallelism micro batches are encoded right before their forward passes, and the tower's
+backward pass follows those of the language model. With pipeline parallelism all are encoded before the schedule, and
+have their backward passes after it. Some micro batches are encoded together, so that the host launches fewer kernels:
+as many as the ranks of a replica if activations are kept for a backward pass, which then take the memory that a micro
+batch takes on one rank.
 """
 
 import time
@@ -36,8 +37,8 @@ from ..mapping.param_mapping import Vision
 from .feature_exchange import Exchange, FeatureExchange
 from .media_inputs import MediaInputs
 
-# Patches that the tower takes at a time, with and without a backward pass, unless one medium has more. Without one, it
-# is also the limit of micro batches that are encoded together.
+# Patches that the tower takes at a time, with and without a backward pass, unless one medium has more, and the limit of
+# a rank's micro batches that are encoded together.
 CALL_PATCHES, FORWARD_CALL_PATCHES = 16384, 32768
 FRAME_PATCHES = 4  # frames of a spectrogram that count as a patch in these limits
 
@@ -81,12 +82,20 @@ class _Pass(NamedTuple):
     features: slice  # range in this rank's features
 
 
+class _Counts(NamedTuple):
+    """Features of a micro batch that this rank encodes."""
+
+    seen: int  # of images and videos
+    heard: int  # of audios
+
+
 @dataclass
 class _Encoded:
-    """Inputs of the backward pass of one micro batch."""
+    """Inputs of the backward pass of micro batches that were encoded together."""
 
-    exchange: Exchange
-    leaves: dict[int, Tensor]
+    exchanges: list[Exchange]
+    leaves: list[dict[int, Tensor]]
+    counts: list[_Counts]
     passes: list[_Pass]
     features: list[Tensor]  # per pass; with a graph if the tower keeps it
     states: list[list[Tensor]]  # per pass; of a frozen tower with trained mergers
@@ -157,7 +166,7 @@ class VisionEncoder:
                 self._run_backward()
                 self._features = [None] * number  # the schedule is done with them
                 batches = self._batches[number:]
-                self._features += self._encode(batches[: 1 if self._is_trained else self._count_together(batches)])
+                self._features += self._encode(batches[: self._count_together(batches)])
         return self._features[number]
 
     def end(self) -> None:
@@ -170,7 +179,8 @@ class VisionEncoder:
     def _run_backward(self) -> None:
         for encoded in self._pending:
             self._backward(encoded)
-            encoded.leaves.clear()
+            for leaves in encoded.leaves:
+                leaves.clear()
         self._pending = []
 
     def pop_spans(self) -> "list[TowerPass]":
@@ -187,19 +197,21 @@ class VisionEncoder:
             self._spans.append(TowerPass(begin, _now()))
 
     def _encode(self, batches: Sequence[MediaInputs | None]) -> list[MediaFeatures | None]:
-        """Encode micro batches, and exchange their features; together unless they have a backward pass."""
+        """Encode micro batches, and exchange their features."""
         media = [batch for batch in batches if batch is not None]
-        if self._is_trained:
-            encoded = [self._encode_trained(batch) for batch in media]
-        else:
-            parts = zip(media, self._computed(media), strict=True)
-            encoded = [self._exchanged(self.exchange.plan(batch), features) for batch, features in parts]
-        remaining = iter(encoded)
+        encode = self._encode_trained if self._is_trained else self._encode_frozen
+        remaining = iter([features for group in self._groups(media) for features in encode(group)])
         return [None if batch is None else next(remaining) for batch in batches]
 
-    def _encode_trained(self, batch: MediaInputs) -> MediaFeatures:
-        """Encode a micro batch with a backward pass to come."""
-        passes = self._passes(self._local_media(batch), CALL_PATCHES)
+    def _encode_frozen(self, batches: Sequence[MediaInputs]) -> list[MediaFeatures]:
+        """Encode micro batches together, without a backward pass."""
+        parts = zip(batches, self._compute_together(batches), strict=True)
+        return [self._exchanged(self.exchange.plan(batch), features) for batch, features in parts]
+
+    def _encode_trained(self, batches: Sequence[MediaInputs]) -> list[MediaFeatures]:
+        """Encode micro batches together, with a backward pass to come."""
+        local_media = [self._local_media(batch) for batch in batches]
+        passes = self._passes(_concatenated(local_media), CALL_PATCHES)
         keeps_graph = self.trains_tower and not self.recomputes
         features, states = [], []
         for tower_pass in passes:
@@ -208,12 +220,15 @@ class VisionEncoder:
                 features.append(tower_pass.merge(pass_states))
             if not self.trains_tower:
                 states.append(pass_states)
-        exchange = self.exchange.plan(batch)
-        media = self._exchanged(exchange, torch.cat([self._empty(), *(part.detach() for part in features)], dim=1))
-        for leaf in media.levels.values():
+        counts = [self._feature_counts(batch, self._counts(batch)) for batch in batches]
+        parts = _split(torch.cat([self._empty(), *(part.detach() for part in features)], dim=1), counts)
+        exchanges = [self.exchange.plan(batch) for batch in batches]
+        media = [self._exchanged(exchange, part) for exchange, part in zip(exchanges, parts, strict=True)]
+        leaves = [one.levels for one in media]
+        for leaf in (leaf for levels in leaves for leaf in levels.values()):
             leaf.requires_grad_()
         kept_features = features if keeps_graph else []
-        self._pending.append(_Encoded(exchange, media.levels, passes, kept_features, states))
+        self._pending.append(_Encoded(exchanges, leaves, counts, passes, kept_features, states))
         return media
 
     def _exchanged(self, exchange: Exchange, features: Tensor) -> MediaFeatures:
@@ -223,38 +238,39 @@ class VisionEncoder:
 
     def compute_features(self, batches: Sequence[MediaInputs]) -> list[Tensor]:
         """Return the features of the media that this rank encodes, of each micro batch, as MediaInputs.features."""
-        return list(self._computed(batches))
+        return [features for group in self._groups(batches) for features in self._compute_together(group)]
 
-    def _computed(self, batches: Sequence[MediaInputs]) -> Iterator[Tensor]:
+    def _groups(self, batches: Sequence[MediaInputs]) -> Iterator[Sequence[MediaInputs]]:
+        """Yield the micro batches that are encoded together."""
         while batches:
             count = self._count_together(batches)
-            yield from self._compute_together(batches[:count])
+            yield batches[:count]
             batches = batches[count:]
 
     def _count_together(self, batches: Sequence[MediaInputs | None]) -> int:
-        """Return how many of the first micro batches are encoded together, without a backward pass."""
+        """Return how many of the first micro batches are encoded together."""
+        limit = (CALL_PATCHES if self._is_trained else FORWARD_CALL_PATCHES) * self.exchange.ranks
         sizes = accumulate(
             0 if batch is None else int(batch.grids.prod(1).sum() + batch.frames.sum() // FRAME_PATCHES)
             for batch in batches
         )
-        return max(sum(total <= FORWARD_CALL_PATCHES * self.exchange.ranks for total in sizes), 1)
+        count = max(sum(total <= limit for total in sizes), 1)
+        return min(count, self.exchange.ranks) if self._is_trained and not self.is_pipelined else count
 
     @torch.no_grad()
     def _compute_together(self, batches: Sequence[MediaInputs]) -> list[Tensor]:
         """Return the features of micro batches that fit into a call or two of each tower."""
-        new_media = [self._local_media(batch, self._is_new(batch)) for batch in batches]
-        media = _LocalMedia(*(_concatenate(parts) for parts in zip(*new_media, strict=True)))
+        media = _concatenated([self._local_media(batch, self._is_new(batch)) for batch in batches])
         passes = self._passes(media, FORWARD_CALL_PATCHES)
         features = torch.cat([self._empty(), *(one.merge(one.encode()) for one in passes)], dim=1)
-        new_counts = [self._counts(batch) * self._is_new(batch) for batch in batches]
-        visual = [self._is_visual(batch) for batch in batches]
-        counts = [int(part[seen].sum()) for part, seen in zip(new_counts, visual, strict=True)]
-        counts += [int(part[~seen].sum()) for part, seen in zip(new_counts, visual, strict=True)]
-        parts = features.split(counts, dim=1)
-        return [
-            self._with_stored(batch, torch.cat([seen, heard], dim=1) if heard.numel() else seen)
-            for batch, seen, heard in zip(batches, parts[: len(batches)], parts[len(batches) :], strict=True)
-        ]
+        counts = [self._feature_counts(batch, self._counts(batch) * self._is_new(batch)) for batch in batches]
+        parts = zip(batches, _split(features, counts), strict=True)
+        return [self._with_stored(batch, computed) for batch, computed in parts]
+
+    def _feature_counts(self, batch: MediaInputs, counts: Tensor) -> _Counts:
+        """Return the sums of this rank's numbers of features [media], of images and videos and of audios."""
+        is_seen = self._is_visual(batch)
+        return _Counts(int(counts[is_seen].sum()), int(counts[~is_seen].sum()))
 
     def _is_new(self, batch: MediaInputs) -> Tensor:
         """Return which of this rank's media have to be computed: [media] bool."""
@@ -327,9 +343,12 @@ class VisionEncoder:
         return _LocalMedia(self._normalize(*pixels), grids, layouts, counts, spectrograms, frames)
 
     def _backward(self, encoded: _Encoded) -> None:
-        features = encoded.passes[-1].features.stop if encoded.passes else 0
-        shape = self.levels, features, self.output_size
-        gradients = self.exchange.send_back(encoded.exchange, encoded.leaves, shape)
+        batches = zip(encoded.exchanges, encoded.leaves, encoded.counts, strict=True)
+        parts = [
+            self.exchange.send_back(exchange, leaves, (self.levels, sum(counts), self.output_size))
+            for exchange, leaves, counts in batches
+        ]
+        gradients = _join(parts, encoded.counts)
         for number, tower_pass in enumerate(encoded.passes):
             if encoded.features:
                 features, encoded.features[number] = encoded.features[number], self._empty()
@@ -427,9 +446,29 @@ class VisionEncoder:
         return (mean.bfloat16(), std.bfloat16()) if self.normalization.is_bf16 else (mean * 255.0, std * 255.0)
 
 
-def _concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Return tensors behind each other. Those without rows may have another width."""
-    return torch.cat([part for part in parts if len(part)] or [*parts[:1]])
+def _concatenated(media: Sequence[_LocalMedia]) -> _LocalMedia:
+    """Return media behind each other. Tensors without rows may have another width."""
+    columns = zip(*media, strict=True)
+    return _LocalMedia(*(torch.cat([part for part in parts if len(part)] or [parts[0]]) for parts in columns))
+
+
+def _split(features: Tensor, counts: Sequence[_Counts]) -> list[Tensor]:
+    """Return the features [levels, features, size] of each of some micro batches: what is seen, then what is heard.
+
+    Those that the towers return have what is seen of all micro batches before what is heard.
+    """
+    parts = features.split([*(count.seen for count in counts), *(count.heard for count in counts)], dim=1)
+    pairs = zip(parts[: len(counts)], parts[len(counts) :], strict=True)
+    return [torch.cat(pair, dim=1) if pair[1].numel() else pair[0] for pair in pairs]
+
+
+def _join(parts: Sequence[Tensor], counts: Sequence[_Counts]) -> Tensor:
+    """Return the features of `_split` in the towers' order."""
+    if len(parts) == 1:
+        return parts[0]
+    seen = [part[:, : count.seen] for part, count in zip(parts, counts, strict=True)]
+    heard = [part[:, count.seen :] for part, count in zip(parts, counts, strict=True)]
+    return torch.cat([*seen, *heard], dim=1)
 
 
 class TowerPass(NamedTuple):

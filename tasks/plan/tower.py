@@ -52,9 +52,11 @@ class TowerWork:
         visual_tokens: of a micro batch, of all ranks that divide it; micro_batches: of a step
         """
         vision, ranks = self.vision, layout.tensor * layout.context * layout.pipeline
-        kept = micro_batches if layout.pipeline > 1 else 1  # pipelines encode all of a step before it
         square, levels = vision.merge_size**2, 1 + len(vision.deep_layers)
         patches = visual_tokens / ranks * square
+        kept = micro_batches  # pipelines encode all of a step before it
+        if layout.pipeline == 1:  # those that are encoded together
+            kept = max(min(ranks, micro_batches, int(CALL_PATCHES // max(patches, 1))), 1) if self.trains else 1
         # Features are on each rank that has their tokens, with gradients if the tower is trained.
         tokens = visual_tokens / layout.context
         if not self.trains and layout.pipeline == 1:
