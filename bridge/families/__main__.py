@@ -53,6 +53,23 @@ features work as for language models, with the head replicated on every rank; a 
 It is supported where transformers has such a class: {classifiers}.
 Embeddings, and choices between tokens, need no head: every family has them.
 
+## In vLLM
+
+`tests/bridge/checkpoint/test_vllm_families.py` loads saved folders in vLLM 0.26's build for CPUs, whose greedy tokens
+equal transformers' for qwen3, qwen3_moe and llama (`test_vllm.py`), seed_oss, olmo2, olmo3, smollm3, apertus, arcee,
+cohere, cohere2, gemma, exaone4, exaone_moe, glm, glm4, glm4_moe, granite, granitemoe, granitemoeshared, mixtral,
+nemotron, starcoder2, olmoe, qwen2_moe, dots1, phi3, ernie4_5 without biases, and qwen3_asr with audios
+(`tests/tasks/rollout`). Others are untested there, apart from images of Qwen3-VL; of these are known:
+
+- that build has no latent attention (MLA) and no sparse attention (the DeepSeek families, glm4_moe_lite, glm_moe_dsa,
+  Kimi), no experts with MiniMax-M2's scores, none of Nemotron-H without a gate, and gpt_oss not in float32;
+- ministral3: vLLM does not read `llama_4_scaling_beta`: numbers differ behind `original_max_position_embeddings`;
+- gemma2: numbers of that build differ where scores are capped, and equal without caps;
+- seed_oss with biases on outputs or in the MLP (no published model has them): vLLM leaves these out;
+- cohere with an output layer of its own (likewise): vLLM takes tied ones alone;
+- qwen3_5_text and qwen3_5_moe_text without a tower (Qwen3_5ForCausalLM), and gemma4_text beside transformers 5.17: vLLM
+  cannot read their config.json.
+
 ## Passthrough tensors
 
 Some checkpoints hold parts that the model is built without: layers of multi-token prediction (DeepSeek-V3, GLM-4.5 to

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,23 +43,23 @@ def answers(tmp_path_factory, one_process):  # noqa: F811
         expected[family] = [_greedy(model, prompt) for prompt in prompts]
         ours = worker.open_model(root / family, one_process, torch.float32)
         worker.save(ours, root / family, root / f"{family} saved", torch.float32, 10**9)
+    found = by_vllm([root / f"{family} saved" for family in FAMILIES], prompts)
+    return {family: (expected[family], found[str(root / f"{family} saved")]) for family in FAMILIES}
+
+
+def by_vllm(folders: list[Path], prompts: list[list[int]], timeout: float = 900) -> dict[str, Any]:
+    """Greedy tokens of vLLM by folder: for each prompt, or why it does not take the folder."""
     done = subprocess.run(
-        [
-            PYTHON,
-            Path(__file__).with_name("vllm_worker.py"),
-            str(NEW_TOKENS),
-            *(root / f"{family} saved" for family in FAMILIES),
-        ],
+        [PYTHON, Path(__file__).with_name("vllm_worker.py"), str(NEW_TOKENS), *folders],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         input=json.dumps(prompts),
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {family: (expected[family], found[str(root / f"{family} saved")]) for family in FAMILIES}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _greedy(model, prompt: list[int]) -> list[int]:

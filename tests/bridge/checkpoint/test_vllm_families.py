@@ -1,0 +1,77 @@
+"""vLLM takes the saved folders of the families, and answers as transformers does with the models that they came from.
+
+scripts/setup_vllm_cpu.sh makes .venv-vllm; without it these tests skip. A family takes half a minute on two cores: all
+of them a quarter of an hour.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bridge import families
+from tests.bridge.checkpoint.test_vllm import PYTHON, _greedy, by_vllm
+from tests.bridge.families.test_families import one_process  # noqa: F401  (a fixture)
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM for the CPU is not there: run scripts/setup_vllm_cpu.sh"),
+]
+SHAPE = {"hidden_size": 128, "head_dim": 32}  # vLLM's attention takes few sizes of heads
+TAKEN = (
+    "seed_oss", "olmo2", "olmo3", "smollm3", "smollm3 windows", "apertus", "apertus biases", "arcee", "arcee biases",
+    "cohere", "cohere2", "gemma", "exaone4", "exaone4 no windows", "glm", "glm4", "glm4_moe", "granite", "granitemoe",
+    "granitemoeshared", "mixtral", "nemotron", "starcoder2", "olmoe", "qwen2_moe", "dots1", "exaone_moe", "phi3",
+    "ernie4_5 no biases",
+)  # fmt: skip
+REFUSED = {  # by the build for CPUs, and why
+    "glm4_moe_lite": "MLA is not supported on CPU",
+    "deepseek_v2 Lite": "MLA is not supported on CPU",
+    "nemotron_h": "is_act_and_mul=False is supported only for CUDA, XPU and ROCm",
+}
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory, one_process):  # noqa: F811
+    """A function that writes a family's folder as a run saves it, and returns it with transformers' tokens."""
+    import torch
+
+    from tests.bridge.families import VOCAB, reference, worker
+
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 17, 40)]
+
+    def saved(name: str) -> tuple[Path, list[list[int]], list[list[int]]]:
+        folder, tiny = tmp_path_factory.mktemp("family"), families.tinies()[name]
+        tiny = replace(tiny, config=partial(tiny.config, **SHAPE))
+        models: list[Any] = []
+
+        def remembered(tiny: families.Tiny, seed: int) -> Any:
+            models.append(random_model(tiny, seed))
+            return models[-1]
+
+        random_model = reference.random_model
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reference, "random_model", remembered)
+            reference.make(folder, tiny)
+        ours = worker.open_model(folder / "fp32", one_process, torch.float32)
+        worker.save(ours, folder / "fp32", folder / "saved", torch.float32, 10**9)
+        return folder / "saved", prompts, [_greedy(models[-1], prompt) for prompt in prompts]
+
+    return saved
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_greedy_tokens_are_those_of_transformers(name: str, save) -> None:
+    folder, prompts, expected = save(name)
+    assert by_vllm([folder], prompts)[str(folder)] == expected
+    assert len({token for tokens in expected for token in tokens}) > 10  # one that says one thing would prove nothing
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_build_for_cpus_refuses(name: str, save) -> None:
+    """As soon as it takes one of these, it belongs to TAKEN."""
+    folder, prompts, _ = save(name)
+    assert REFUSED[name] in by_vllm([folder], prompts)[str(folder)]
