@@ -21,8 +21,9 @@ from ..families.thinker import SPEECH, THINKER_PREFIX
 from ..lora.adapter_mapping import FUSED_EXPERTS, PREFIX, adapted_modules
 from ..lora.attach import Lora
 from ..lora.settings import FUSED, LoraSettings
+from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import collect_params
-from ..mapping.param_mapping import OUTPUT, TOWERS, Architecture, HfConfig, ParamKey, ParamTable
+from ..mapping.param_mapping import OUTPUT, TOWERS, ParamKey, ParamTable
 from ..model.chunk_mapping import describe_chunks
 from ..parallel import barrier
 from .adapter_experts import SeparatedExperts

@@ -15,14 +15,8 @@ import torch.distributed as dist
 from xxhash import xxh3_128
 
 from ..families import family_of
-from ..mapping.param_mapping import (
-    EMBEDDING,
-    OUTPUT,
-    Architecture,
-    HfConfig,
-    ParamTable,
-    expand_mappings,
-)
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import EMBEDDING, OUTPUT, ParamTable, expand_mappings
 from .passthrough import RECORD, TensorRecord
 from .quantized import open_weights
 from .safetensors_io import BLOCK, CHECKSUM, NAMES, SafetensorsFolder, StoredTensor, TensorSpec, sync, tensor_names

@@ -37,8 +37,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from ..lora.attach import Lora
 from ..lora.settings import LoraSettings
+from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import ADAPTER, collect_params
-from ..mapping.param_mapping import AUDIO_TOWER, EMBEDDING, OUTPUT, TOWERS, VISION_TOWER, Architecture, Family, HfConfig
+from ..mapping.param_mapping import AUDIO_TOWER, EMBEDDING, OUTPUT, TOWERS, VISION_TOWER, Family
 from ..model.chunk_mapping import describe_chunks, map_chunks
 from ..model.score_head import init_head
 from .adapter_files import write_adapter_config

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..lora.adapter_mapping import LINEAR_MODULES
-from ..mapping.param_mapping import HfConfig, MappingEntry, ParamKey
+from ..mapping.architecture import HfConfig
+from ..mapping.param_mapping import MappingEntry, ParamKey
 from .quantized import SCALES
 from .safetensors_io import TensorSpec
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..families.thinker import lift_thinker
-from ..mapping.param_mapping import HfConfig
+from ..mapping.architecture import HfConfig
 from ..option_groups import flag_value
 from ..options import ModelOptions
 

@@ -9,8 +9,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ..families.sequence_classification import SCORE, count_labels
+from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import collect_params, expected_keys, shard_position
-from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, ParamKey, ParamTable, Span, clip_spans
+from ..mapping.param_mapping import OUTPUT, ParamKey, ParamTable, Span, clip_spans
 from ..model.chunk_mapping import map_chunks
 from ..model.score_head import init_head
 from .hub import read_config

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..mapping.param_mapping import Architecture, HfConfig
+from ..mapping.architecture import Architecture, HfConfig
 from .hub import has_weights
 from .quantized import open_weights
 from .safetensors_io import TensorSpec, finish_shards, write_shard

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..families import family_of
 from ..families.thinker import lift_thinker
-from ..mapping.param_mapping import Architecture, HfConfig
+from ..mapping.architecture import Architecture, HfConfig
 from .hub import has_weights, no_weights_message, read_config
 
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tokenization*.py"]

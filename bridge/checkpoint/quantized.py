@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..mapping.param_mapping import HfConfig
+from ..mapping.architecture import HfConfig
 from .safetensors_io import SafetensorsFolder, StoredTensor, take_strided
 
 SCALES = "_scale_inv"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..families import family_of
 from ..families.thinker import lift_thinker, lower_thinker
-from ..mapping.param_mapping import HfConfig
+from ..mapping.architecture import HfConfig
 from ..options import ModelOptions
 
 TYPES = ("yarn", "linear", "llama3", "default")

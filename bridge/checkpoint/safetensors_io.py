@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from ..mapping.param_mapping import HfConfig
+from ..mapping.architecture import HfConfig
 from .hub import INDEX, has_weights, no_weights_message
 
 DTYPES = {

@@ -20,18 +20,9 @@ from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 from .. import runtime
 from ..families.thinker import lower_thinker
 from ..lora.merge import merge_functions
+from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import collect_params, local_experts, shard_group, shard_position
-from ..mapping.param_mapping import (
-    OUTPUT,
-    TOWERS,
-    Architecture,
-    HfConfig,
-    MappingEntry,
-    ParamKey,
-    ParamTable,
-    Span,
-    clip_spans,
-)
+from ..mapping.param_mapping import OUTPUT, TOWERS, MappingEntry, ParamKey, ParamTable, Span, clip_spans
 from ..model.chunk_mapping import map_chunks
 from .conversion_report import describe_sources, describe_tensor, unused_reasons, write_report
 from .fp8_blocks import fp8_specs, quantization_config, quantize_blocks, quantized_names

@@ -18,8 +18,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ..lora.adapter_mapping import AdapterPlan
+from ..mapping.architecture import HfConfig
 from ..mapping.local_params import iter_views, shard_position
-from ..mapping.param_mapping import TOWERS, VOCAB, HfConfig, ParamKey
+from ..mapping.param_mapping import TOWERS, VOCAB, ParamKey
 from ..model.chunk_mapping import map_chunks
 from .safetensors_io import MIN_SLICE, StoredTensor, read_header, read_runs
 from .sharding import add_tied_output, find_replica_id, shard_pieces

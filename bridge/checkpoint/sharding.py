@@ -21,14 +21,13 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ..lora.adapter_mapping import AdapterPlan
+from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import LocalParam, iter_params, shard_group, shard_position
 from ..mapping.param_mapping import (
     EMBEDDING,
     OUTPUT,
     TOWERS,
     VOCAB,
-    Architecture,
-    HfConfig,
     MappingEntry,
     ParamKey,
     ParamTable,

@@ -18,8 +18,9 @@ from torch.distributed import ProcessGroup
 from .. import runtime
 from ..lora.attach import Lora
 from ..lora.merge import merge_functions
+from ..mapping.architecture import HfConfig
 from ..mapping.local_params import collect_params
-from ..mapping.param_mapping import OUTPUT, HfConfig
+from ..mapping.param_mapping import OUTPUT
 from ..model.chunk_mapping import describe_chunks, map_chunks
 from .adapter_files import trained_tensors
 from .safetensors_io import TensorSpec, tensor_names

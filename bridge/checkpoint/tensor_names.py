@@ -4,7 +4,8 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 
 from ..families import family_of
-from ..mapping.param_mapping import Architecture, HfConfig, ParamKey, ParamTable, expand_mappings
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import ParamKey, ParamTable, expand_mappings
 from .conversion_report import unmapped_reasons
 from .hub import INDEX
 from .passthrough import passthrough_names

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..families import family_of
-from ..mapping.param_mapping import HfConfig
+from ..mapping.architecture import HfConfig
 from .distributed import has_mcore_tower, read_distributed_settings
 from .hub import ADAPTER_WEIGHTS, has_weights, is_mcore_checkpoint
 from .passthrough import FOLDER

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..mapping.param_mapping import HfConfig
+from ..mapping.architecture import HfConfig
 from .conversion_report import peak_memory
 from .safetensors_io import DTYPES, NAMES, TensorSpec, WrittenFile, write_shard
 

@@ -1,6 +1,7 @@
 """Model families, one file each, and the registry that selects one by config.json."""
 
-from ..mapping.param_mapping import Family, HfConfig
+from ..mapping.architecture import HfConfig
+from ..mapping.param_mapping import Family
 from . import (
     apertus,
     arcee,

@@ -1,6 +1,7 @@
 """Apertus: norms of queries and keys, and MLPs without a gate, of xIELU with two learned numbers per layer."""
 
-from ..mapping.param_mapping import REPLICATED, SCALAR, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import REPLICATED, SCALAR, Family, ParamMapping
 from .arcee import PLAIN_MLP
 from .decoder import (
     DEFAULTS,

@@ -1,6 +1,7 @@
 """Arcee AFM: Llama's attention, and MLPs without a gate, of a squared ReLU."""
 
-from ..mapping.param_mapping import COLUMN, REPLICATED, ROW, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import COLUMN, REPLICATED, ROW, Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, attention_biases, describe_decoder, layer_mapping
 
 PLAIN_MLP = [

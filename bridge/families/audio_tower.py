@@ -1,6 +1,7 @@
 """Building blocks of the audio towers of families: settings and mappings of Whisper's form."""
 
-from ..mapping.param_mapping import AUDIO_TOWER, Architecture, Audio, HfConfig, ParamMapping, ShardingKind, Span
+from ..mapping.architecture import Architecture, Audio, HfConfig
+from ..mapping.param_mapping import AUDIO_TOWER, ParamMapping, ShardingKind, Span
 from .decoder import check_supported
 from .vision_tower import ACTIVATIONS, TowerTable
 

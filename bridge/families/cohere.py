@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ..mapping.param_mapping import REPLICATED, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import REPLICATED, Family, ParamMapping
 from .decoder import (
     DEFAULTS,
     ENDS,

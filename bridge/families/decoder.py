@@ -7,21 +7,8 @@ import math
 from collections.abc import Container, Mapping
 from typing import Any
 
-from ..mapping.param_mapping import (
-    FUSED_GATE_UP,
-    GATE_UP,
-    QKV,
-    REPLICATED,
-    ROW,
-    VOCAB,
-    Architecture,
-    HfConfig,
-    Layer,
-    ParamMapping,
-    Rope,
-    ShardingKind,
-    TransformerArgs,
-)
+from ..mapping.architecture import Architecture, HfConfig, Layer, Rope, TransformerArgs
+from ..mapping.param_mapping import FUSED_GATE_UP, GATE_UP, QKV, REPLICATED, ROW, VOCAB, ParamMapping, ShardingKind
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."

@@ -7,7 +7,8 @@ bias that affects only the choice of experts.
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..mapping.param_mapping import REPLICATED, HfConfig, ParamMapping, Routing, TransformerArgs
+from ..mapping.architecture import HfConfig, Routing, TransformerArgs
+from ..mapping.param_mapping import REPLICATED, ParamMapping
 from .decoder import HF_LAYER, LAYER, check_supported, dense_layers, experts, layer_mapping, mlp, shared_experts
 
 

@@ -4,17 +4,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ..mapping.param_mapping import (
-    COLUMN,
-    REPLICATED,
-    ROW,
-    Architecture,
-    Family,
-    HfConfig,
-    ParamMapping,
-    Routing,
-    TransformerArgs,
-)
+from ..mapping.architecture import Architecture, HfConfig, Routing, TransformerArgs
+from ..mapping.param_mapping import COLUMN, REPLICATED, ROW, Family, ParamMapping
 from .decoder import DEFAULTS, ENDS, NORMS, check_supported, describe_decoder, layer_mapping
 from .deepseek_moe import feed_forward, group_arguments, moe_arguments
 

@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from ..mapping.param_mapping import Family, HfConfig
+from ..mapping.architecture import HfConfig
+from ..mapping.param_mapping import Family
 from .deepseek_moe import LIMITS, mtp_mappings
 from .deepseek_v3 import FAMILY as DEEPSEEK_V3
 from .sparse_latent import SPARSE_LIMITS, describe_sparse, sparse_mappings

@@ -1,6 +1,7 @@
 """dots.llm1: Qwen3's attention and DeepSeek-V3's experts."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, QK_NORMS, attention_biases, describe_decoder, sliding_layers
 from .deepseek_moe import LIMITS, feed_forward, sigmoid_routing
 

@@ -1,6 +1,7 @@
 """ERNIE 4.5 (dense): Llama's layers, with rotary embeddings of adjacent dimensions."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, MLP_BIASES, OUTPUT_BIAS, QKV_BIAS, describe_decoder, mlp
 
 

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Routing
+from ..mapping.architecture import Architecture, HfConfig, Routing
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import (
     ATTENTION,
     DEFAULTS,

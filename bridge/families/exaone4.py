@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, Layer, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig, Layer
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import DEFAULTS, ENDS, POST_NORMS, PROJECTIONS, QK_NORMS, describe_decoder, mlp, sliding_layers
 
 

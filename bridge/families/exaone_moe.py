@@ -1,6 +1,7 @@
 """K-EXAONE: EXAONE 4's attention behind norms, and DeepSeek-V3's experts."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from . import exaone4
 from .decoder import ATTENTION, ENDS, QK_NORMS, describe_decoder
 from .deepseek_moe import LIMITS, count_dense_layers, feed_forward, moe_layers, score_bias, sigmoid_routing

@@ -6,19 +6,8 @@ Norm weights are stored as differences from 1, except those after a delta net.
 from dataclasses import replace
 from typing import Any
 
-from ..mapping.param_mapping import (
-    COLUMN,
-    QKV,
-    REPLICATED,
-    ROW,
-    Architecture,
-    HfConfig,
-    Layer,
-    ParamMapping,
-    ShardingKind,
-    Span,
-    TransformerArgs,
-)
+from ..mapping.architecture import Architecture, HfConfig, Layer, TransformerArgs
+from ..mapping.param_mapping import COLUMN, QKV, REPLICATED, ROW, ParamMapping, ShardingKind, Span
 from .decoder import (
     ATTENTION,
     ENDS,

@@ -2,7 +2,8 @@
 
 import math
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, attention_biases, check_supported, describe_decoder, mlp
 
 

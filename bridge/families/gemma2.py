@@ -2,7 +2,8 @@
 
 import math
 
-from ..mapping.param_mapping import REPLICATED, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import REPLICATED, Family, ParamMapping
 from .decoder import (
     DEFAULTS,
     ENDS,

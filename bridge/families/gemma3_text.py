@@ -8,7 +8,8 @@ have one size, and the visual tokens of one attend to each other in both directi
 import math
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Vision
+from ..mapping.architecture import Architecture, HfConfig, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 from . import siglip
 from .decoder import (
     DEFAULTS,

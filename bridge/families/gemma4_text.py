@@ -8,7 +8,8 @@ is trained.
 import math
 from dataclasses import replace
 
-from ..mapping.param_mapping import REPLICATED, Architecture, Family, HfConfig, Layer, ParamMapping, qkv_of_groups
+from ..mapping.architecture import Architecture, HfConfig, Layer
+from ..mapping.param_mapping import REPLICATED, Family, ParamMapping, qkv_of_groups
 from .decoder import (
     DEFAULTS,
     ENDS,

@@ -1,6 +1,7 @@
 """GLM-4-9B: rotary embeddings on adjacent dimensions of half a head, and fused gates."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from . import glm4
 from .decoder import ATTENTION, ENDS, FUSED_MLP, QKV_BIAS, describe_decoder
 

@@ -1,6 +1,7 @@
 """GLM-4-0414: norms before and after attention and MLP, rotary embeddings on adjacent dimensions of half a head."""
 
-from ..mapping.param_mapping import REPLICATED, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import REPLICATED, Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, FUSED_MLP, QKV_BIAS, describe_decoder, layer_mapping
 
 POST_NORMS = [

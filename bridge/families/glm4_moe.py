@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, QK_NORMS, QKV_BIAS, describe_decoder
 from .deepseek_moe import LIMITS, feed_forward, mtp_mappings, mtp_pattern, sigmoid_routing
 

@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from . import deepseek_v3
 from .decoder import DEFAULTS
 from .deepseek_moe import LIMITS, count_dense_layers, mtp_mappings

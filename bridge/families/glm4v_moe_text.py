@@ -1,6 +1,7 @@
 """GLM-4.5V and 4.6V: GLM-4.5's decoder with positions on three axes, beside GLM-4.1V's vision tower."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from . import glm4_moe, glm4v_text
 from .deepseek_moe import LIMITS
 from .qwen2_5_vl_text import text_config

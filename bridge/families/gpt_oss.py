@@ -1,17 +1,7 @@
 """GPT-OSS: attention sinks and alternating windows, biases in all linear layers, experts with a clamped SwiGLU."""
 
-from ..mapping.param_mapping import (
-    COLUMN,
-    REPLICATED,
-    ROW,
-    Architecture,
-    Family,
-    HfConfig,
-    ParamMapping,
-    Routing,
-    ShardingKind,
-    Span,
-)
+from ..mapping.architecture import Architecture, HfConfig, Routing
+from ..mapping.param_mapping import COLUMN, REPLICATED, ROW, Family, ParamMapping, ShardingKind, Span
 from .decoder import ATTENTION, DEFAULTS, ENDS, attention_biases, describe_decoder, layer_mapping, sliding_layers
 
 YARN = {

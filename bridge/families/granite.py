@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, TransformerArgs
+from ..mapping.architecture import Architecture, HfConfig, TransformerArgs
+from ..mapping.param_mapping import Family
 from .decoder import DEFAULTS, describe_decoder
 from .llama import mappings
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ..mapping.param_mapping import FUSED_GATE_UP, REPLICATED, ROW, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import FUSED_GATE_UP, REPLICATED, ROW, Family, ParamMapping
 from . import granite
 from .decoder import ATTENTION, ENDS, attention_biases, layer_mapping
 from .softmax_moe import softmax_routing

@@ -1,6 +1,7 @@
 """Granite with experts and a shared expert."""
 
-from ..mapping.param_mapping import FUSED_GATE_UP, ROW, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import FUSED_GATE_UP, ROW, Family, ParamMapping
 from . import granitemoe
 from .decoder import layer_mapping
 

@@ -1,6 +1,7 @@
 """Hunyuan dense: Llama's layers, with a norm per query and key head behind the rope, whose base grows by `alpha`."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import (
     ATTENTION,
     DEFAULTS,

@@ -1,6 +1,7 @@
 """Hunyuan with experts: Hunyuan dense with a shared and routed experts in every layer, which have the same width."""
 
-from ..mapping.param_mapping import REPLICATED, Architecture, Family, HfConfig, ParamMapping, Routing
+from ..mapping.architecture import Architecture, HfConfig, Routing
+from ..mapping.param_mapping import REPLICATED, Family, ParamMapping
 from .decoder import (
     ATTENTION,
     ENDS,

@@ -1,6 +1,7 @@
 """Hy3: norms per query and key head, a dense layer first, and DeepSeek-V3's routing under other names."""
 
-from ..mapping.param_mapping import REPLICATED, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import REPLICATED, Family, ParamMapping
 from .decoder import (
     ATTENTION,
     DEFAULTS,

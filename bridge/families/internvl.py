@@ -3,7 +3,8 @@
 Images are cut into tiles of one size, which attend by themselves, each with a class token.
 """
 
-from ..mapping.param_mapping import Family, HfConfig, ParamMapping, Projector, Vision
+from ..mapping.architecture import HfConfig, Projector, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import check_supported
 from .vision_tower import ACTIVATIONS, REPLICATED_Q_K_V, TowerTable
 from .vlm_text import (

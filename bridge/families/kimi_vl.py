@@ -7,7 +7,8 @@ alone; its settings have the names of the checkpoints' code, or of transformers.
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Vision
+from ..mapping.architecture import Architecture, HfConfig, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import check_supported
 from .vision_tower import REPLICATED_PAIRED_QKV, TowerTable
 from .vlm_text import (

@@ -1,6 +1,7 @@
 """Llama: 3.1 and later versions scale their rotary embeddings."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from . import llava
 from .decoder import ATTENTION, DEFAULTS, ENDS, attention_biases, describe_decoder, mlp, mlp_biases
 

@@ -7,19 +7,8 @@ Checkpoints on the hub are Llama4ForConditionalGeneration, whose tower is in lla
 
 from functools import partial
 
-from ..mapping.param_mapping import (
-    FUSED_GATE_UP,
-    GATE_UP,
-    REPLICATED,
-    ROW,
-    Architecture,
-    Family,
-    HfConfig,
-    Layer,
-    ParamMapping,
-    QueryGrowth,
-    Routing,
-)
+from ..mapping.architecture import Architecture, HfConfig, Layer, QueryGrowth, Routing
+from ..mapping.param_mapping import FUSED_GATE_UP, GATE_UP, REPLICATED, ROW, Family, ParamMapping
 from .decoder import (
     ATTENTION,
     DEFAULTS,

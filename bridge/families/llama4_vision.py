@@ -3,7 +3,8 @@
 An MLP over each square of patches ends the tower, and one matrix is its projector.
 """
 
-from ..mapping.param_mapping import Architecture, HfConfig, ParamMapping, ShardingKind, Span, Vision
+from ..mapping.architecture import Architecture, HfConfig, Vision
+from ..mapping.param_mapping import ParamMapping, ShardingKind, Span
 from .decoder import check_supported
 from .vision_tower import REPLICATED_Q_K_V, TowerTable, separate_heads_together
 from .vlm_text import PROJECTOR, vision_config

@@ -3,7 +3,8 @@
 An image is cropped to one square, whose features come from a layer before the tower's last, without its class token.
 """
 
-from ..mapping.param_mapping import Family, HfConfig, ParamMapping, Projector, Vision
+from ..mapping.architecture import HfConfig, Projector, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 from . import siglip
 from .decoder import check_supported
 from .vision_tower import ACTIVATIONS, TowerTable

@@ -5,7 +5,8 @@ An image is resized to one square, and cut into tiles besides, whose features ar
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Projector, Vision
+from ..mapping.architecture import Architecture, HfConfig, Projector, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 from . import qwen2, siglip
 from .decoder import check_supported
 from .vision_tower import ACTIVATIONS, TowerTable

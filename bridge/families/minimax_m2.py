@@ -1,6 +1,7 @@
 """MiniMax-M2: norms over all query and over all key heads, partial rotary embeddings, sigmoid routing."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Routing
+from ..mapping.architecture import Architecture, HfConfig, Routing
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, QK_NORMS, check_supported, describe_decoder
 from .deepseek_moe import mtp_pattern, score_bias
 from .mixtral import check_jitter

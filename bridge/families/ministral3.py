@@ -5,7 +5,8 @@ Checkpoints on the hub are Mistral3ForConditionalGeneration, beside the tower of
 
 from functools import partial
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, QueryGrowth
+from ..mapping.architecture import Architecture, HfConfig, QueryGrowth
+from ..mapping.param_mapping import Family
 from . import pixtral
 from .decoder import DEFAULTS, fill_rope
 from .mistral import ARCHITECTURES, LIMITS, VLM_NAMES, describe_mistral, mappings

@@ -6,7 +6,8 @@ Mistral Small 3.1 and 3.2 are Mistral3ForConditionalGeneration, beside the tower
 from functools import partial
 from typing import Any
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, Layer, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig, Layer
+from ..mapping.param_mapping import Family, ParamMapping
 from . import pixtral
 from .decoder import ATTENTION, DEFAULTS, ENDS, describe_decoder, mlp
 from .vlm_text import (

@@ -5,7 +5,8 @@ Checkpoints on the hub are Mistral3ForConditionalGeneration, whose tower is carr
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Routing
+from ..mapping.architecture import Architecture, HfConfig, Routing
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import DEFAULTS, ENDS, fill_rope
 from .deepseek_moe import feed_forward, group_arguments, moe_arguments, moe_layers
 from .deepseek_v2 import describe_latent, latent_attention

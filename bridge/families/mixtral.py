@@ -1,6 +1,7 @@
 """Mixtral: Mistral's attention, and experts with softmax routing in every layer."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, Layer, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig, Layer
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, describe_decoder
 from .softmax_moe import block_sparse_moe, softmax_routing
 

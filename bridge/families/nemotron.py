@@ -1,6 +1,7 @@
 """Nemotron-4 and Minitron: LayerNorms around 1, MLPs of a squared ReLU without a gate, and a rope on half a head."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .arcee import PLAIN_MLP, PLAIN_MLP_BIASES
 from .decoder import ATTENTION, DEFAULTS, ENDS, NORM_BIASES, attention_biases, describe_decoder
 

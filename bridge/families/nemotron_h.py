@@ -8,21 +8,8 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
-from ..mapping.param_mapping import (
-    COLUMN,
-    QKV,
-    REPLICATED,
-    ROW,
-    VOCAB,
-    Architecture,
-    Family,
-    HfConfig,
-    Layer,
-    Mamba,
-    ParamMapping,
-    ShardingKind,
-    Span,
-)
+from ..mapping.architecture import Architecture, HfConfig, Layer, Mamba
+from ..mapping.param_mapping import COLUMN, QKV, REPLICATED, ROW, VOCAB, Family, ParamMapping, ShardingKind, Span
 from .decoder import DEFAULTS, LAYER, check_layer_types, check_supported, describe_decoder
 from .deepseek_moe import LIMITS, sigmoid_routing
 

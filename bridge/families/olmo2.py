@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import DEFAULTS, ENDS, POST_NORMS, PROJECTIONS, QK_NORMS, attention_biases, describe_decoder, mlp
 
 

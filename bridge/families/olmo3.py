@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family
 from . import olmo2
 from .decoder import read_ropes, sliding_layers
 

@@ -1,6 +1,7 @@
 """OLMoE: norms over all query heads and over all key heads, and experts with softmax routing in every layer."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, QK_NORMS, attention_biases, check_supported, describe_decoder, experts
 from .softmax_moe import softmax_routing
 

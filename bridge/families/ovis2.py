@@ -6,7 +6,8 @@ those of the tokens around and between the tiles of an image.
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import INDICATORS, Architecture, Family, HfConfig, ParamMapping, Vision
+from ..mapping.architecture import INDICATORS, Architecture, HfConfig, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 from . import qwen2
 from .decoder import check_supported
 from .vision_tower import ACTIVATIONS, REPLICATED_GATE_UP, REPLICATED_Q_K_V, TowerTable

@@ -4,7 +4,8 @@ With LongRoPE the length of each document selects the short or the long factors.
 padded batch, which is the same for a single document.
 """
 
-from ..mapping.param_mapping import ROW, Architecture, Family, HfConfig, Layer, ParamMapping, ShardingKind, Span
+from ..mapping.architecture import Architecture, HfConfig, Layer
+from ..mapping.param_mapping import ROW, Family, ParamMapping, ShardingKind, Span
 from .decoder import DEFAULTS, ENDS, FUSED_MLP, NORMS, check_supported, describe_decoder, layer_mapping
 
 

@@ -4,7 +4,8 @@ Documents longer than the original length turn by LongRoPE's long factors, as in
 transformers' class takes the short ones for all lengths, since it calls its rope function without a length.
 """
 
-from ..mapping.param_mapping import VOCAB, Architecture, Family, HfConfig, Layer, ParamMapping, Routing
+from ..mapping.architecture import Architecture, HfConfig, Layer, Routing
+from ..mapping.param_mapping import VOCAB, Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, NORM_BIASES, attention_biases, check_supported, describe_decoder
 from .softmax_moe import block_sparse_moe, softmax_routing
 

@@ -1,6 +1,7 @@
 """Pixtral's vision tower beside Mistral's decoders: Mistral Small 3.1 and 3.2, Ministral 3."""
 
-from ..mapping.param_mapping import HfConfig, ParamMapping, Projector, Vision
+from ..mapping.architecture import HfConfig, Projector, Vision
+from ..mapping.param_mapping import ParamMapping
 from .decoder import check_supported
 from .vision_tower import ACTIVATIONS, REPLICATED_GATE_UP, REPLICATED_Q_K_V, TowerTable
 from .vlm_text import PROJECTOR, TOWER, vision_config

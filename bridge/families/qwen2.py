@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5: biases on the query, key and value projections."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, QKV_BIAS, describe_decoder, mlp, qwen_layers
 from .internvl import with_tower
 

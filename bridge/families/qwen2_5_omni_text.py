@@ -5,7 +5,8 @@ The talker and token2wav, which speak, are saved unchanged.
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Audio, Family, HfConfig, ParamMapping, Vision
+from ..mapping.architecture import Architecture, Audio, HfConfig, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 from . import qwen2, qwen2_5_vl_text
 from .audio_tower import DEFAULTS_1D, audio_config, audio_mappings, audio_with_1d_convolutions
 from .thinker import SPEECH, add_thinker_prefix, under_thinker

@@ -6,7 +6,8 @@ config.json on the hub is flat; transformers 5 writes a text_config. Tensors hav
 from dataclasses import replace
 from typing import Any
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Vision
+from ..mapping.architecture import Architecture, HfConfig, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 from . import qwen2
 from .vision_tower import TOWER_NAMES, common_settings, tower_mappings, with_rope_axes
 from .vlm_text import add_language_model_prefix, mrope_text_config, vision_config

@@ -1,6 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, experts, and a shared expert with a sigmoid gate."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Routing, TransformerArgs
+from ..mapping.architecture import Architecture, HfConfig, Routing, TransformerArgs
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import (
     ATTENTION,
     DEFAULTS,

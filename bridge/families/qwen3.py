@@ -1,6 +1,7 @@
 """Qwen3: norms on query and key heads, with an explicit head size."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, QK_NORMS, attention_biases, describe_decoder, mlp, qwen_layers
 from .internvl import with_tower
 

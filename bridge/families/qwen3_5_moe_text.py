@@ -1,6 +1,7 @@
 """Qwen3.5-MoE: Qwen3.5's layers with experts and a shared expert; checkpoints on the hub stack the experts."""
 
-from ..mapping.param_mapping import FUSED_GATE_UP, ROW, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import FUSED_GATE_UP, ROW, Family, ParamMapping
 from . import qwen3_5_text, qwen3_vl_text
 from .decoder import check_supported, layer_mapping
 from .gated_delta_hybrid import DEFAULTS, PROJECTED, hybrid

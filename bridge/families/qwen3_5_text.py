@@ -5,7 +5,8 @@ The checkpoints on the hub are of Qwen3_5ForConditionalGeneration, with Qwen3-VL
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Vision
+from ..mapping.architecture import Architecture, HfConfig, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 from . import qwen3_vl_text
 from .decoder import mlp
 from .gated_delta_hybrid import DEFAULTS, PROJECTED, describe_hybrid, hybrid

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Audio, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, Audio, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from . import qwen3
 from .audio_tower import DEFAULTS_2D, audio_config, audio_mappings, audio_with_2d_convolutions
 from .vlm_text import PROJECTOR, add_language_model_prefix, text_config

@@ -1,6 +1,7 @@
 """Qwen3-MoE: Qwen3's attention, and experts with softmax routing in most layers."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, Layer, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig, Layer
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import (
     ATTENTION,
     DEFAULTS,

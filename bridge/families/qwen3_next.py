@@ -1,6 +1,7 @@
 """Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts and a shared expert."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import dense_layers, mlp
 from .gated_delta_hybrid import DEFAULTS, PROJECTED_GROUPS, describe_hybrid, hybrid
 from .qwen2_moe import gated_experts, gated_routing

@@ -5,7 +5,8 @@ The talker and code2wav, which speak, are saved unchanged.
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Audio, Family, HfConfig, ParamMapping, Vision
+from ..mapping.architecture import Architecture, Audio, HfConfig, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 from . import qwen3_moe, qwen3_vl_text
 from .audio_tower import DEFAULTS_2D, audio_config, audio_mappings, audio_with_2d_convolutions
 from .thinker import SPEECH, add_thinker_prefix, under_thinker

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import FUSED_GATE_UP, REPLICATED, ROW, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import FUSED_GATE_UP, REPLICATED, ROW, Family, ParamMapping
 from . import qwen3_moe, qwen3_vl_text
 from .decoder import ATTENTION, ENDS, QK_NORMS, attention_biases, dense_layers, layer_mapping, mlp
 from .vision_tower import TOWER_NAMES, with_rope_axes

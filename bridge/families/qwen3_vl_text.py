@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Vision
+from ..mapping.architecture import Architecture, HfConfig, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 from . import qwen3
 from .vision_tower import TOWER_NAMES, common_settings, tower_mappings, with_rope_axes
 from .vlm_text import add_language_model_prefix, mrope_text_config, vision_config

@@ -1,6 +1,7 @@
 """Seed-OSS: Llama's layers, with biases on the query, key and value projections."""
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, OUTPUT_BIAS, QKV_BIAS, describe_decoder, mlp, mlp_biases
 
 

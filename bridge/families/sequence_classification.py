@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..mapping.param_mapping import OUTPUT, OUTPUT_BIAS, REPLICATED, Architecture, Family, HfConfig, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import OUTPUT, OUTPUT_BIAS, REPLICATED, Family, ParamMapping
 
 SUFFIX = "ForSequenceClassification"
 SCORE = ParamMapping("score.weight", OUTPUT.name, REPLICATED)

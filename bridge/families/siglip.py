@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ..mapping.param_mapping import HfConfig, ParamMapping, Vision
+from ..mapping.architecture import HfConfig, Vision
+from ..mapping.param_mapping import ParamMapping
 from .decoder import check_supported
 from .vision_tower import ACTIVATIONS, REPLICATED_Q_K_V, TowerTable
 from .vlm_text import TOWER, vision_config

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, Layer
+from ..mapping.architecture import Architecture, HfConfig, Layer
+from ..mapping.param_mapping import Family
 from .decoder import DEFAULTS, describe_decoder, sliding_layers
 from .llama import mappings
 

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..mapping.param_mapping import GATE_UP, REPLICATED, ROW, ParamMapping, Routing, TransformerArgs
+from ..mapping.architecture import Routing, TransformerArgs
+from ..mapping.param_mapping import GATE_UP, REPLICATED, ROW, ParamMapping
 from .decoder import layer_mapping
 
 _MIXTRAL = replace(GATE_UP, parts=("w1", "w3"))

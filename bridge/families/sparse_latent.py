@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..mapping.param_mapping import REPLICATED, Architecture, HfConfig, ParamMapping, SparseAttention
+from ..mapping.architecture import Architecture, HfConfig, SparseAttention
+from ..mapping.param_mapping import REPLICATED, ParamMapping
 from . import deepseek_v3
 from .decoder import check_layer_types, check_supported, layer_mapping
 from .deepseek_moe import count_dense_layers

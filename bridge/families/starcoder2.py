@@ -1,6 +1,7 @@
 """StarCoder2: LayerNorms, biases on all matrices, MLPs of a GELU without a gate, and windows in every layer."""
 
-from ..mapping.param_mapping import COLUMN, REPLICATED, ROW, Architecture, Family, HfConfig, Layer, ParamMapping
+from ..mapping.architecture import Architecture, HfConfig, Layer
+from ..mapping.param_mapping import COLUMN, REPLICATED, ROW, Family, ParamMapping
 from .decoder import (
     ATTENTION,
     DEFAULTS,

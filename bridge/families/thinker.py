@@ -7,7 +7,8 @@ is lifted when it is read: it has the thinker's settings outside, and all as it 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..mapping.param_mapping import HfConfig, ParamMapping
+from ..mapping.architecture import HfConfig
+from ..mapping.param_mapping import ParamMapping
 
 THINKER, WHOLE = "thinker_config", "whole_config"
 THINKER_PREFIX = "thinker."  # tensors' names begin with it

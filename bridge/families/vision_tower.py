@@ -3,17 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from ..mapping.param_mapping import (
-    REPLICATED,
-    VISION_TOWER,
-    Architecture,
-    HfConfig,
-    ParamMapping,
-    ShardingKind,
-    Span,
-    TowerLayers,
-    Vision,
-)
+from ..mapping.architecture import Architecture, HfConfig, TowerLayers, Vision
+from ..mapping.param_mapping import REPLICATED, VISION_TOWER, ParamMapping, ShardingKind, Span
 
 ACTIVATIONS = "silu", "gelu", "gelu_pytorch_tanh", "quick_gelu"
 TOWER_NAMES = ((r"^visual\.", "model.visual."),)  # Architecture.module_names

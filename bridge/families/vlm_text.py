@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Vision
+from ..mapping.architecture import Architecture, HfConfig, Vision
+from ..mapping.param_mapping import Family, ParamMapping
 
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 TOWER_AND_PROJECTOR = r"(model\.)?(vision_tower|multi_modal_projector)\."  # `Architecture.passthrough`

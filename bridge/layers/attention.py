@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from ..mapping.param_mapping import Architecture, Layer
+from ..mapping.architecture import Architecture, Layer
 from .norm import Norm
 from .packed_seqs import AttentionSpan, Documents, Segments
 from .rope import apply_rotary

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..mapping.param_mapping import Audio
+from ..mapping.architecture import Audio
 from .packed_seqs import to_device
 from .patch_plan import Blocks
 

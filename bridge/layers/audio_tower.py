@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from ..mapping.param_mapping import Audio
+from ..mapping.architecture import Audio
 from .audio_plan import AudioPlan
 from .mergers import ACTIVATIONS, Linear
 from .norm import LayerNorm

@@ -12,7 +12,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from ..mapping.param_mapping import SparseAttention
+from ..mapping.architecture import SparseAttention
 from .attention import select_rows
 from .packed_seqs import Documents, Segments
 from .rope import apply_rotary, slice_rotary

@@ -79,7 +79,7 @@ class _IndexerLoss(torch.autograd.Function):
         for chunk in _chunks(states, attention, segments):
             target, mask = _target(attention, chunk)
             rows = slice(max(chunk.begin, first), min(chunk.end, first + len(query)))
-            if rows.start >= rows.stop:  # of another tensor-parallel rank, which needs this one's heads
+            if rows.start >= rows.stop:  # another tensor-parallel rank's, which needs this one's heads
                 continue
             inside = slice(rows.start - chunk.begin, rows.stop - chunk.begin)
             local = slice(rows.start - first, rows.stop - first)
@@ -107,7 +107,7 @@ class _Chunk(NamedTuple):
 
     begin: int  # position of the first query in the local sequence
     end: int
-    keys: slice  # of the keys of all segments
+    keys: slice  # range in the keys of all segments
 
 
 def _chunks(states: IndexerStates, attention: AttentionStates, segments: Segments) -> Iterator[_Chunk]:

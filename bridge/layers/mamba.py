@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..mapping.param_mapping import Mamba
+from ..mapping.architecture import Mamba
 from .delta_rule import CHUNK, DeltaLayout, causal_conv
 from .grouped_mixer import GroupedMixer, MixerWeight, make_parameter
 from .state_space import state_space

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..kernels.weight_gradient import has_main_grad, linear
-from ..mapping.param_mapping import INDICATORS, Projector, TowerLayers, Vision
+from ..mapping.architecture import INDICATORS, Projector, TowerLayers, Vision
 from .norm import LayerNorm, RMSNorm, ZeroCentredNorm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

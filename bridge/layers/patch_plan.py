@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mapping.param_mapping import Vision
+from ..mapping.architecture import Vision
 from .packed_seqs import to_device
 from .tile_features import TileFeatures
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..mapping.param_mapping import HfConfig, Rope
+from ..mapping.architecture import HfConfig, Rope
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..kernels import usable
-from ..mapping.param_mapping import Routing
+from ..mapping.architecture import Routing
 from .replay import CoreReplay, Replay, replay_choice
 
 

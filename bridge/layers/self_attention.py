@@ -11,7 +11,7 @@ from megatron.core.typed_torch import apply_module
 from torch import Tensor
 from torch.nn import Module
 
-from ..mapping.param_mapping import Architecture, Layer
+from ..mapping.architecture import Architecture, Layer
 from .packed_seqs import Documents
 
 

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..mapping.param_mapping import Architecture
+from ..mapping.architecture import Architecture
 from .attention import select_rows
 from .indexer import Indexer, IndexerStates
 from .indexer_loss import AttentionStates, attach_loss, visible_keys

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from ..kernels import usable
-from ..mapping.param_mapping import Architecture, Layer
+from ..mapping.architecture import Architecture, Layer
 from .attention import CoreAttention
 from .deepstack import DeepStackLayer
 from .experts import GroupedExperts, SharedExperts

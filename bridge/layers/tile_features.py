@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mapping.param_mapping import INDICATORS, Vision
+from ..mapping.architecture import INDICATORS, Vision
 from .packed_seqs import to_device
 
 START, WHOLE_END, TILE_END, ROW_END, END = range(INDICATORS)  # Ovis2's learned features
@@ -60,11 +60,11 @@ def plan_indicators(
         if not columns:
             parts.append(rows[np.arange(count) % len(rows)])
             continue
-        whole, *others = rows.reshape(tiles, -1)
-        image = [[learned + START], whole, [learned + WHOLE_END]]
-        for number, tile in enumerate(others, 1):
+        thumbnail, *tile_rows = rows.reshape(tiles, -1)
+        image = [[learned + START], thumbnail, [learned + WHOLE_END]]
+        for number, tile in enumerate(tile_rows, 1):
             image += [tile, [learned + (TILE_END if number % columns else ROW_END)]]
-        parts.append(np.concatenate((*(image[:-1] if others else image), [learned + END])))
+        parts.append(np.concatenate((*(image[:-1] if tile_rows else image), [learned + END])))
         assert len(parts[-1]) == count
     return TileFeatures(to_device(torch.from_numpy(np.concatenate(parts)).unsqueeze(1), device), None)
 

@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from ..mapping.param_mapping import Audio, Vision
+from ..mapping.architecture import Audio, Vision
 from .audio_tower import AUDIO_MODULES, AudioTower
 from .vision_tower import VISION_MODULES, VisionTower
 

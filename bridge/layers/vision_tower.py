@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..kernels import usable
 from ..kernels.flash_attention import FORWARD_HEAD_SIZES, FlashAttention
-from ..mapping.param_mapping import TowerLayers, Vision
+from ..mapping.architecture import TowerLayers, Vision
 from .mergers import (
     ACTIVATIONS,
     Downsample,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ..mapping.architecture import Architecture
 from ..mapping.param_mapping import (
     EMBEDDING,
     EXPERTS,
@@ -24,7 +25,6 @@ from ..mapping.param_mapping import (
     OUTPUT_BIAS,
     REPLICATED,
     TOWERS,
-    Architecture,
     MappingEntry,
     ParamKey,
     ParamTable,

@@ -9,8 +9,9 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import collect_params, iter_views, shard_group, shard_position
-from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, MappingEntry, ParamKey, ParamTable, Span, clip_spans
+from ..mapping.param_mapping import OUTPUT, MappingEntry, ParamKey, ParamTable, Span, clip_spans
 from ..model.build import DTYPES, enable_grads_through_frozen
 from ..model.chunk_mapping import map_chunks
 from ..model.model import Model

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..mapping.param_mapping import HfConfig
+from ..mapping.architecture import HfConfig
 from ..options import LoraOptions
 
 # Keys of adapter_config.json that change what an adapter computes, with the values that are supported.

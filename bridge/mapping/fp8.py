@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from ..options import Fp8Options
-from .param_mapping import TransformerArgs
+from .architecture import TransformerArgs
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

@@ -10,8 +10,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from .architecture import Architecture
 from .fp8 import as_bf16
-from .param_mapping import OUTPUT, TOWERS, Architecture, MappingEntry, ParamKey, ParamTable
+from .param_mapping import OUTPUT, TOWERS, MappingEntry, ParamKey, ParamTable
 
 # Transformer Engine fuses a norm into the linear layer that follows it.
 FUSED_NORMS = {

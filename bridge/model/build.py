@@ -24,8 +24,9 @@ from ..layers.rope import make_rotary_rule
 from ..layers.spec import block_spec, mtp_spec
 from ..layers.tower_part import TowerPart
 from ..mapping import fp8
+from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import decoder_layers
-from ..mapping.param_mapping import Architecture, Family, HfConfig
+from ..mapping.param_mapping import Family
 from ..options import BuildOptions
 from ..parallel import current_groups
 from ..pipeline_layout import virtual_pipeline_size

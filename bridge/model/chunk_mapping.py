@@ -8,7 +8,8 @@ from megatron.core.models.gpt import GPTModel
 
 from ..families import family_of
 from ..layers.tower_part import TowerPart
-from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamTable, expand_mappings
+from ..mapping.architecture import Architecture, HfConfig
+from ..mapping.param_mapping import Family, ParamTable, expand_mappings
 
 
 class ChunkMapping(NamedTuple):

@@ -14,7 +14,7 @@ from .. import runtime
 from ..kernels import usable
 from ..layers.mlp import XIELU
 from ..mapping import fp8
-from ..mapping.param_mapping import Architecture, SparseAttention, TransformerArgs
+from ..mapping.architecture import Architecture, SparseAttention, TransformerArgs
 from ..options import BuildOptions, RecomputeOptions
 from ..pipeline_layout import divide_layers, virtual_pipeline_size
 from .kernel_selection import Kernels

@@ -12,7 +12,7 @@ from ..kernels import flash_attention, usable
 from ..layers.gated_delta import delta_kernels
 from ..layers.mamba import mamba_kernels
 from ..mapping import fp8
-from ..mapping.param_mapping import Architecture
+from ..mapping.architecture import Architecture
 from ..options import BuildOptions, KernelOptions, ParallelOptions
 
 DELTA_NETS = {

@@ -15,7 +15,7 @@ from ..layers.delta_rule import make_delta_layout
 from ..layers.packed_seqs import AttentionSpan, Documents, make_packed_seqs, next_positions, to_device
 from ..layers.replay import replay_experts
 from ..layers.rope import RotaryRule
-from ..mapping.param_mapping import Architecture, Layer
+from ..mapping.architecture import Architecture, Layer
 from .kernel_selection import Kernels
 from .vision_encoder import VisionEncoder
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..families import FAMILIES, family_of
 from ..families.sequence_classification import SUFFIX, count_labels
 from ..families.vlm_text import text_config
-from ..mapping.param_mapping import HfConfig
+from ..mapping.architecture import HfConfig
 
 
 def add_score_head(
@@ -52,7 +52,7 @@ def _classifier_architecture(config: HfConfig) -> str:
     if kind not in classifiers and ("vision_config" in config or "audio_config" in config):
         family = family_of(config)
         # transformers has none for models with a tower. The name follows its rule. `family_of` recognises a classifier
-        # that only hears by its model_type, one that only sees by that of its text.
+        # with an audio tower by its model_type, and one with a vision tower by that of its text.
         if family.vision is None:
             is_recognised = kind == family.name
         else:

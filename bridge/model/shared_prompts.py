@@ -1,6 +1,6 @@
 """Models and settings in which documents with a prompt in common can share it in a packed row."""
 
-from ..mapping.param_mapping import Architecture
+from ..mapping.architecture import Architecture
 from ..options import BuildOptions
 
 

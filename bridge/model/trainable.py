@@ -18,17 +18,9 @@ from torch import Tensor
 from ..families import family_of
 from ..layers.tower_part import TOWER_MODULES
 from ..layers.vision_tower import MERGERS
+from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import iter_views, shard_position
-from ..mapping.param_mapping import (
-    EMBEDDING,
-    OUTPUT,
-    TOWERS,
-    Architecture,
-    HfConfig,
-    ParamKey,
-    ParamTable,
-    expand_mappings,
-)
+from ..mapping.param_mapping import EMBEDDING, OUTPUT, TOWERS, ParamKey, ParamTable, expand_mappings
 from ..options import TrainableOptions, VisionOptions
 from .build import Model, enable_grads_through_frozen
 

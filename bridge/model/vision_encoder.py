@@ -33,7 +33,7 @@ from ..layers.patch_plan import PatchPlan, plan_patches
 from ..layers.tile_features import plan_features
 from ..layers.tower_part import TowerPart
 from ..layers.vision_tower import MERGERS
-from ..mapping.param_mapping import Vision
+from ..mapping.architecture import Vision
 from .feature_exchange import Exchange, FeatureExchange
 from .media_inputs import MediaInputs
 
@@ -85,8 +85,8 @@ class _Pass(NamedTuple):
 class _Counts(NamedTuple):
     """Features of a micro batch that this rank encodes."""
 
-    seen: int  # of images and videos
-    heard: int  # of audios
+    seen: int  # images' and videos'
+    heard: int  # audios'
 
 
 @dataclass

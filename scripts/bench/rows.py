@@ -142,7 +142,7 @@ class Row:
     steps: int = 12
     length: int = 4096  # tokens of a pack
     documents: int | None = None  # of the text; None: all
-    document_tokens: int | None = None  # of a document, about: chats are joined; None: single chats
+    document_tokens: int | None = None  # tokens of a document, about: chats are joined; None: single chats
     pictures: tuple[int, int] | None = None  # least and most visual tokens of a picture; None: text alone
     layout: str = ""  # flags of every system
     peer: str = ""  # extra flags of the peer that its documentation recommends for speed

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...bridge.mapping.param_mapping import Audio
+    from ...bridge.mapping.architecture import Audio
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...bridge.mapping.param_mapping import INDICATORS, Layer
+from ...bridge.mapping.architecture import INDICATORS, Layer
 from .audio_flops import AudioFlops
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from ...bridge.mapping.param_mapping import Vision
+    from ...bridge.mapping.architecture import Vision
     from ...bridge.model.model import Model
     from ...templates.batching.media_batch import MediaBatch
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron.core.transformer import TransformerConfig
 
-from ...bridge.mapping.param_mapping import Layer
+from ...bridge.mapping.architecture import Layer
 from ..system.memory import GIB
 from .gpu_layout import GpuLayout
 from .parameters import ModelParameters, Parameters
@@ -60,8 +60,8 @@ class Workload:
     global_batch: int  # packs
     lora_rank: int | None = None  # None: all parameters are trained
     lora_dropout: float = 0.0
-    gradient_bytes: int = 4  # of a gradient, which is added up in it
-    optimizer_bytes: int = 12  # of AdamW's state of a parameter: a master and two moments
+    gradient_bytes: int = 4  # bytes of a parameter's gradient
+    optimizer_bytes: int = 12  # bytes of a parameter's state in AdamW: a master and two moments
     offload_fraction: float = 1.0  # share of AdamW's state, in layouts with it on the host
     fp8: Fp8 | None = None  # None: bf16
     tower: TowerWork | None = None  # None: none is built

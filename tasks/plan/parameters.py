@@ -13,17 +13,8 @@ import torch
 from ...bridge.checkpoint.pretrained import empty_model
 from ...bridge.families import family_of
 from ...bridge.layers.vision_tower import MERGERS
-from ...bridge.mapping.param_mapping import (
-    EMBEDDING,
-    EXPERTS,
-    OUTPUT,
-    TOWERS,
-    Architecture,
-    HfConfig,
-    MappingEntry,
-    ParamKey,
-    expand_mappings,
-)
+from ...bridge.mapping.architecture import Architecture, HfConfig
+from ...bridge.mapping.param_mapping import EMBEDDING, EXPERTS, OUTPUT, TOWERS, MappingEntry, ParamKey, expand_mappings
 
 
 @dataclass

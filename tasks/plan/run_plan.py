@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from ...bridge.checkpoint.hub import read_config, source_folder
 from ...bridge.checkpoint.pretrained import load_config
 from ...bridge.families import family_of
-from ...bridge.mapping.param_mapping import HfConfig
+from ...bridge.mapping.architecture import HfConfig
 from ...bridge.option_groups import flag_value
 from ...bridge.options import KernelOptions, MoEOptions, RecomputeOptions
 from ..observability.flops import peak_flops

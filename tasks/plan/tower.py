@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from ...bridge.layers.vision_tower import FAST_HEAD_DIMS
-from ...bridge.mapping.param_mapping import Vision
+from ...bridge.mapping.architecture import Vision
 from ...bridge.model.vision_encoder import CALL_PATCHES, FORWARD_CALL_PATCHES
 from ..observability.flops import VisionFlops
 from .gpu_layout import GpuLayout

@@ -6,7 +6,7 @@ from megatron.core.transformer import TransformerConfig
 from ...bridge import runtime
 from ...bridge.families import family_of
 from ...bridge.lora.adapter_mapping import DEFAULT_DROPOUT
-from ...bridge.mapping.param_mapping import HfConfig, Layer
+from ...bridge.mapping.architecture import HfConfig, Layer
 from ...bridge.model.config import transformer_config
 from ...bridge.model.kernel_selection import choose_kernels
 from ...bridge.options import BuildOptions

@@ -47,11 +47,11 @@ def image_arguments(
             )
     if family.image is None:
         hear()
-        known = {"audio": most_audios} if most_audios else {}
-        arguments: JsonObject = {"limit_mm_per_prompt": known | limits, "enable_mm_embeds": True}
+        needed = {"audio": most_audios} if most_audios else {}
+        arguments: JsonObject = {"limit_mm_per_prompt": needed | limits, "enable_mm_embeds": True}
     else:
-        known = {"image": most_images} if most_images else {}
-        arguments = {"limit_mm_per_prompt": known | {"video": most_videos} | limits}
+        needed = {"image": most_images} if most_images else {}
+        arguments = {"limit_mm_per_prompt": needed | {"video": most_videos} | limits}
     if cache is not None:
         arguments["mm_processor_cache_gb"] = cache
     return arguments

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.layers.indexer_loss import METRIC as INDEXER_LOSS
-from ...bridge.mapping.param_mapping import Architecture
+from ...bridge.mapping.architecture import Architecture
 from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 from ..observability.flops import Flops

@@ -399,8 +399,8 @@ class VisionProcessor:
         """Return the offsets from its place of a medium's tokens that have features: int64 [tokens]."""
         if plan.expansion is None:
             return np.arange(plan.tokens)
-        others = self._rules.feature_ids if plan.kind == "image" else ()
-        return np.flatnonzero(np.isin(plan.expansion, [self._visual_id(plan.kind), *others]))
+        around = self._rules.feature_ids if plan.kind == "image" else ()
+        return np.flatnonzero(np.isin(plan.expansion, [self._visual_id(plan.kind), *around]))
 
     def encoding_cost(self, plan: MediaPlan) -> int:
         """Return the relative time to encode a medium."""
@@ -441,7 +441,7 @@ class VisionProcessor:
         if limits.frame_min_pixels:
             least = limits.frame_min_pixels * frames
         if limits.frame_max_pixels:
-            floor = int(limits.video_min_pixels * 1.05)  # of a frame, in Qwen3-VL's processor
+            floor = int(limits.video_min_pixels * 1.05)  # pixels of a frame, in Qwen3-VL's processor
             floor *= 1 if self.family.has_image_tokens else frames
             most = max(min(limits.frame_max_pixels, most // frames) * frames, floor)
         if frames < self.temporal_patch_size:

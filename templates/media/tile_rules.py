@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-COVERED_SHARE = 0.9  # of an image's pixels, from which on Ovis2 takes no more tiles
+COVERED_SHARE = 0.9  # share of an image's pixels from which on Ovis2 takes no more tiles
 
 
 class TiledImages(ImageRules):

@@ -17,7 +17,7 @@ class _Style(NamedTuple):
     block: Placeholder
     text: Callable[[float], str]
     is_before: bool  # the time is before the visual tokens; else behind them
-    is_mean: bool  # of the first and the last frame of a patch of time; else the time is that of the first
+    is_mean: bool  # the time of a patch is the mean of its first and last frames'; else the first frame's
 
 
 STYLES: dict[Form, _Style] = {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megaswift.bridge.mapping.param_mapping import Architecture
+from megaswift.bridge.mapping.architecture import Architecture
 
 if TYPE_CHECKING:  # the tests are collected without torch
     from megaswift.bridge.model.model import Model

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from megaswift.bridge.mapping.param_mapping import Routing
+from megaswift.bridge.mapping.architecture import Routing
 
 from tests.bridge.families import MOE, SHARED, Tiny, faults
 

@@ -11,7 +11,7 @@ from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.safetensors_io import INDEX
 from megaswift.bridge.families import FAMILIES, family_of
 from megaswift.bridge.families.__main__ import PAGE, page
-from megaswift.bridge.mapping.param_mapping import Rope
+from megaswift.bridge.mapping.architecture import Rope
 from safetensors.torch import save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

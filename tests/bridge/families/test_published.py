@@ -17,7 +17,8 @@ from megaswift.bridge.checkpoint.vision import TOWER_PARTS
 from megaswift.bridge.families import family_of
 from megaswift.bridge.layers.rope import make_rotary_rule
 from megaswift.bridge.layers.tower_part import TowerPart
-from megaswift.bridge.mapping.param_mapping import TOWERS, Architecture, Layer, MappingEntry, ParamKey, expand_mappings
+from megaswift.bridge.mapping.architecture import Architecture, Layer
+from megaswift.bridge.mapping.param_mapping import TOWERS, MappingEntry, ParamKey, expand_mappings
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

@@ -17,7 +17,7 @@ def logits_of(tokens: int, experts: int) -> torch.Tensor:
 def test_chooses_and_weighs_as_in_plain_pytorch(device, sigmoid, normalize, smallest, biased):
     from megaswift.bridge.kernels.routing import RoutingForm, route
     from megaswift.bridge.layers.router import choose_experts
-    from megaswift.bridge.mapping.param_mapping import Routing
+    from megaswift.bridge.mapping.architecture import Routing
 
     logits = logits_of(19, 12).to(device)
     bias = torch.rand(12, device=device) if biased else None
@@ -60,7 +60,7 @@ def test_takes_the_experts_that_it_is_given(device, sigmoid):
     """Of every other token; the others choose."""
     from megaswift.bridge.kernels.routing import RoutingForm, route
     from megaswift.bridge.layers.router import choose_experts
-    from megaswift.bridge.mapping.param_mapping import Routing
+    from megaswift.bridge.mapping.architecture import Routing
 
     config = SimpleNamespace(
         moe_router_score_function="sigmoid" if sigmoid else "softmax",

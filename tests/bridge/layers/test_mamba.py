@@ -7,7 +7,7 @@ import torch
 from megaswift.bridge.layers.delta_rule import make_delta_layout
 from megaswift.bridge.layers.mamba import Mamba2
 from megaswift.bridge.layers.state_space import state_space
-from megaswift.bridge.mapping.param_mapping import Mamba
+from megaswift.bridge.mapping.architecture import Mamba
 
 GROUPS, HEADS, DIM, STATE, KERNEL = 2, 3, 5, 4, 4
 BOUNDS = [0, 70, 73, 203]  # documents of more than one chunk, and of less than the convolution's width

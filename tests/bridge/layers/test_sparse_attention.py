@@ -9,7 +9,7 @@ import torch
 from megaswift.bridge.layers import indexer, sparse_attention
 from megaswift.bridge.layers.indexer import Indexer, IndexerStates
 from megaswift.bridge.layers.packed_seqs import make_segments
-from megaswift.bridge.mapping.param_mapping import SparseAttention
+from megaswift.bridge.mapping.architecture import SparseAttention
 from megaswift.bridge.model.config import _check_selections
 
 SPARSE = SparseAttention(topk=7, heads=4, head_dim=6, interleaved=False, sources=(0,))

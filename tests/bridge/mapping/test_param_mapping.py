@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megaswift.bridge.mapping.architecture import Architecture
 from megaswift.bridge.mapping.param_mapping import (
     COLUMN,
     GATE_UP,
@@ -9,7 +10,6 @@ from megaswift.bridge.mapping.param_mapping import (
     REPLICATED,
     ROW,
     VOCAB,
-    Architecture,
     MappingEntry,
     ShardingKind,
     Span,

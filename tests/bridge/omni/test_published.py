@@ -8,7 +8,8 @@ import torch
 from megaswift.bridge.families import family_of
 from megaswift.bridge.families.thinker import lift_thinker, lower_thinker
 from megaswift.bridge.layers.tower_part import TowerPart
-from megaswift.bridge.mapping.param_mapping import TOWERS, HfConfig, expand_mappings
+from megaswift.bridge.mapping.architecture import HfConfig
+from megaswift.bridge.mapping.param_mapping import TOWERS, expand_mappings
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import AutoModelForMultimodalLM

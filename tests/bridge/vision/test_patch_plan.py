@@ -8,7 +8,7 @@ import pytest
 import torch
 from megaswift.bridge.layers.patch_plan import plan_patches
 from megaswift.bridge.layers.tower_part import TowerPart
-from megaswift.bridge.mapping.param_mapping import Projector, Vision
+from megaswift.bridge.mapping.architecture import Projector, Vision
 from torch.testing import assert_close
 from transformers.vision_utils import (
     get_vision_cu_seqlens,

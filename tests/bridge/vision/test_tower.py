@@ -10,7 +10,8 @@ import torch
 from megaswift.bridge.families import family_of
 from megaswift.bridge.layers.patch_plan import plan_patches
 from megaswift.bridge.layers.tower_part import TowerPart
-from megaswift.bridge.mapping.param_mapping import TOWERS, Architecture, MappingEntry, expand_mappings
+from megaswift.bridge.mapping.architecture import Architecture
+from megaswift.bridge.mapping.param_mapping import TOWERS, MappingEntry, expand_mappings
 from torch import Tensor
 
 from tests.bridge.families.reference import _noise

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from megaswift.bridge.mapping.param_mapping import Layer
+from megaswift.bridge.mapping.architecture import Layer
 from megaswift.tasks.observability.flops import Flops, peak_flops
 
 SIZES = {
