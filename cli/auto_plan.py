@@ -41,12 +41,12 @@ def plan_layout(
     sources in args.json.
     Raises UsageError.
     """
-    from ..tasks.plan.auto import FIX, FLAGS, auto_layout
+    from ..tasks.plan.auto import ALWAYS_SET, FIX, auto_layout
 
     requested = {name for name in sources if is_set_by_user(name, sources)}
     if options.training.micro_batch_size == AUTO:
         requested -= {MICRO_BATCH}
-    if requested.issuperset(FLAGS.values()):
+    if requested.issuperset(ALWAYS_SET):
         return options, [], []
     gpu = _gpu(launch, SOURCE, FIX)
     if gpu is None:

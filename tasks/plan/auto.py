@@ -12,7 +12,7 @@ from ..options import SftOptions
 from ..system.memory import GIB
 from .memory import OUTSIDE
 from .run_plan import Gpu, RunPlan, UnplannedRunError, pack_length, plan_run
-from .search import Plan, Search, search, smallest_cluster
+from .search import DIVISION, Plan, Search, search, smallest_cluster
 
 # Fields of `GpuLayout` and the flags that fix them.
 FLAGS = {
@@ -27,6 +27,7 @@ FLAGS = {
     "recomputes": "recompute_granularity",
     "offloads": "optimizer_cpu_offload",
 }
+ALWAYS_SET = [flag for name, flag in FLAGS.items() if name not in DIVISION]  # by each plan
 PLANNED_VALUES = {"recompute_method": (None, "uniform"), "recompute_num_layers": (None, 1), "cpu_offloading": (False,),
                   "recompute_modules": (["core_attn"],)}  # fmt: skip
 FIX = "Set the layout's flags instead (`megatron plan` prints them)"

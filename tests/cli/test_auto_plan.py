@@ -58,11 +58,15 @@ def command_of(printed: str) -> list[str]:
     return shlex.split(line[line.index("megatron sft") :])[1:]
 
 
-def test_the_layout_goes_into_the_command_and_is_not_planned_again(gpus, words, capsys) -> None:
+@pytest.mark.parametrize(
+    ("more", "layout"),
+    [("", "DP4, "), ("--pipeline_model_parallel_size 2", "PP2 VPP")],  # the model fits on each GPU
+)
+def test_the_layout_goes_into_the_command_and_is_not_planned_again(more, layout, gpus, words, capsys) -> None:
     gpus()
-    code, printed = dry(capsys, words)
+    code, printed = dry(capsys, words, more)
     assert code == 0, printed
-    assert "note: --plan auto: DP4, " in printed  # the model fits on each GPU
+    assert f"note: --plan auto: {layout}" in printed
     command = command_of(printed)
     options, sources, _ = read_options("megatron", command)
     assert options.training.plan == "auto"
@@ -113,7 +117,7 @@ def test_a_resumed_run_has_the_layout_of_its_checkpoint(gpus, words, capsys, tmp
 @pytest.mark.parametrize(
     ("more", "error"),
     [
-        ("--exp_avg_dtype bf16", "--plan auto: not planned: --exp_avg_dtype. Set the layout's flags instead"),
+        ("--optimizer sgd", "--plan auto: not planned: --optimizer sgd. Set the layout's flags instead"),
         ("--expert_tensor_parallel_size 2", "--plan auto: not planned: --expert_tensor_parallel_size."),
         ("--cpu_offloading true --cpu_offloading_num_layers 2", "--plan auto cannot be used with --cpu_offloading"),
         ("--sequence_parallel false", "--plan auto cannot be used with --sequence_parallel false"),
@@ -218,7 +222,7 @@ def test_a_micro_batch_without_a_gpu(words, capsys) -> None:
 @pytest.mark.parametrize(
     ("more", "error"),
     [
-        ("--exp_avg_dtype bf16", "--micro_batch_size auto: not planned: --exp_avg_dtype. Set a number"),
+        ("--optimizer sgd", "--micro_batch_size auto: not planned: --optimizer sgd. Set a number"),
         ("--tensor_model_parallel_size 2", "is planned with --sequence_parallel true. Set that too"),
         ("--cpu_offloading true --cpu_offloading_num_layers 2", "cannot be used with --cpu_offloading, which is"),
         ("--use_ray true", "--micro_batch_size auto cannot be used with --use_ray true"),
