@@ -221,7 +221,7 @@ class Architecture:
     expert_latent: int | None = None  # width of the experts' inputs and outputs; None: that of the layer
     routing: Routing | None = None  # None: the moe_router settings in `transformer` suffice
     mtp_depths: int = 0  # layers of multi-token prediction to build; see layers/mtp.py
-    num_labels: int | None = None  # of a score head that replaces the output layer; see sequence_classification.py
+    num_labels: int | None = None  # outputs of the score head in place of the output layer; see model/score_head.py
     vision: Vision | None = None  # vision tower to build
     audio: Audio | None = None  # audio tower to build
     passthrough: str = ""  # regex of tensors that the model is built without; see checkpoint/passthrough.py

@@ -9,7 +9,7 @@ from .policy import LARGEST_EXPONENT
 
 
 class ScoredGroups(NamedTuple):
-    """What the loss of whole groups is to each sample, so that micro batches need not hold groups: [samples] each."""
+    """Shares of the loss of whole groups by sample [samples], so that micro batches need not hold groups."""
 
     losses: Tensor  # share of its group's loss
     slopes: Tensor  # derivative of the loss by the sample's score

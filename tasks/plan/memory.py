@@ -1,7 +1,7 @@
 """Memory of a rank in bytes: states by arithmetic, activations by what the layers save for the backward pass.
 
 Activations are those of the fused kernels (bridge/kernels) with Transformer Engine's attention, in bf16. The results of
-scripts/bench hold the sum against `torch.cuda.max_memory_reserved` (tests/tasks/plan/test_memory.py).
+scripts/bench hold the sum against `torch.cuda.max_memory_reserved` (tests/tasks/plan/test_plan.py).
 """
 
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ from .step import TrainState
 
 
 class Requests(NamedTuple):
-    """What callbacks ask for after a step."""
+    """Requests of callbacks after a step."""
 
     stops: bool = False
     saves: bool = False
@@ -55,7 +55,7 @@ class CallbackState:
 
 @dataclass
 class PluginTrainer:
-    """What a callback sees of the trainer."""
+    """View of the trainer for callbacks."""
 
     args: SimpleNamespace
     state: CallbackState
