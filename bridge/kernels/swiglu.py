@@ -8,17 +8,25 @@ import triton.language as tl
 from torch import Tensor
 
 from . import LaunchArgs
+from .expert_bias import expert_sums, row_experts
 
 TILE = 4096  # output elements per tile
 WARPS = 8
 
 
 def swiglu(
-    x: Tensor, weights: Tensor | None = None, *, slope: float = 1.0, limit: float | None = None, offset: float = 0.0
+    x: Tensor,
+    weights: Tensor | None = None,
+    *,
+    bias: tuple[Tensor, Tensor] | None = None,
+    slope: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
 ) -> Tensor:
     """Return g sigmoid(slope g) (u + offset) times the row's weight, where x [..., 2 * width] has the gates g, then u.
 
     weights: one per row, or None -> [..., width]. limit: clamp g to at most limit, and u to [-limit, limit].
+    bias: added to x first: one of each expert [experts, 2 * width], and the ends of the experts' rows, int32 [experts].
     A slope of 1 is SiLU (https://arxiv.org/abs/2002.05202), 1.702 the quick GELU. Computed in fp32.
     """
     rows = x.reshape(-1, x.shape[-1])
@@ -26,25 +34,28 @@ def swiglu(
         rows = rows.contiguous()
     if weights is not None:
         weights = weights.reshape(-1).contiguous()
-    output = cast(Tensor, _SwiGLU.apply(rows, weights, slope, limit, offset))
+    biases, ends = bias or (None, None)
+    biases = biases if biases is None else biases.contiguous()
+    output = cast(Tensor, _SwiGLU.apply(rows, weights, biases, ends, slope, limit, offset))
     return output.view(*x.shape[:-1], output.shape[-1])
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weights: Tensor | None, *form: Any) -> Tensor:
+    def forward(ctx, x: Tensor, weights: Tensor | None, bias: Tensor | None, ends: Tensor | None, *form: Any) -> Tensor:
         rows, width = len(x), x.shape[1] // 2
+        experts = row_experts(ends, rows) if ends is not None else None
         output = x.new_empty(rows, width)
         if rows:
             grid, blocks = _blocks(rows, width, whole_rows=False)
-            _forward[grid](x, weights, output, rows, width, x.stride(0), *form, **blocks)
-        ctx.save_for_backward(x, weights)
+            _forward[grid](x, weights, bias, experts, output, rows, width, x.stride(0), *form, **blocks)
+        ctx.save_for_backward(x, weights, bias, ends, experts)
         ctx.form = form
         return output
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weights = ctx.saved_tensors
+        x, weights, bias, ends, experts = ctx.saved_tensors
         grad = grad.contiguous()
         rows, width = grad.shape
         grad_x = x.new_empty(x.shape)
@@ -52,8 +63,11 @@ class _SwiGLU(torch.autograd.Function):
         if rows:
             # The gradient of a row's weight is a sum over the row, so one program handles the full row.
             grid, blocks = _blocks(rows, width, whole_rows=grad_weights is not None)
-            _backward[grid](grad, x, weights, grad_x, grad_weights, rows, width, x.stride(0), *ctx.form, **blocks)
-        return grad_x, grad_weights, None, None, None
+            _backward[grid](
+                grad, x, weights, bias, experts, grad_x, grad_weights, rows, width, x.stride(0), *ctx.form, **blocks
+            )
+        grad_bias = expert_sums(grad_x, ends).to(bias.dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weights, grad_bias, None, None, None, None
 
 
 def _blocks(rows: int, width: int, *, whole_rows: bool) -> tuple[tuple[int], LaunchArgs]:
@@ -66,10 +80,15 @@ def _blocks(rows: int, width: int, *, whole_rows: bool) -> tuple[tuple[int], Lau
 
 
 @triton.jit
-def _halves(x, at, width, mask, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+def _halves(x, bias, experts, row, column, rows, width, stride, mask, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
     """Return the clamped gate and up, and whether each is within the limit."""
+    at = row * stride + column
     gate = tl.load(x + at, mask, other=0.0).to(tl.float32)
     up = tl.load(x + at + width, mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        at = tl.load(experts + row, row < rows, other=0).to(tl.int64) * width * 2 + column
+        gate += tl.load(bias + at, mask, other=0.0).to(tl.float32)
+        up += tl.load(bias + at + width, mask, other=0.0).to(tl.float32)
     gate_within, up_within = mask, mask
     if LIMIT is not None:
         gate_within, up_within = gate <= LIMIT, tl.abs(up) <= LIMIT
@@ -82,6 +101,8 @@ def _halves(x, at, width, mask, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
 def _forward(
     x,
     weights,
+    bias,
+    experts,
     output,
     rows,
     width,
@@ -96,7 +117,7 @@ def _forward(
     row = (tl.program_id(0) // ACROSS).to(tl.int64) * DOWN + tl.arange(0, DOWN)[:, None]
     column = tl.program_id(0) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = (row < rows) & (column < width)
-    gate, up, _, _ = _halves(x, row * stride + column, width, mask, LIMIT, OFFSET)  # pyright: ignore[reportGeneralTypeIssues]
+    gate, up, _, _ = _halves(x, bias, experts, row, column, rows, width, stride, mask, LIMIT, OFFSET)  # pyright: ignore[reportGeneralTypeIssues]
     result = gate * tl.sigmoid(SLOPE * gate) * up
     if weights is not None:
         result *= tl.load(weights + row, row < rows, other=0.0).to(tl.float32)
@@ -108,6 +129,8 @@ def _backward(
     grad,
     x,
     weights,
+    bias,
+    experts,
     grad_x,
     grad_weights,
     rows,
@@ -128,7 +151,9 @@ def _backward(
     for start in range(first, width, ACROSS * COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         mask = (row < rows) & (column < width)
-        gate, up, gate_within, up_within = _halves(x, row * stride + column, width, mask, LIMIT, OFFSET)  # pyright: ignore[reportGeneralTypeIssues]
+        gate, up, gate_within, up_within = _halves(
+            x, bias, experts, row, column, rows, width, stride, mask, LIMIT, OFFSET
+        )  # pyright: ignore[reportGeneralTypeIssues]
         slope = tl.load(grad + row * width + column, mask, other=0.0).to(tl.float32)
         share = tl.sigmoid(SLOPE * gate)
         if grad_weights is not None:

@@ -1,12 +1,13 @@
 """Experts with stacked weights per rank, computed by grouped matrix products."""
 
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -55,24 +56,28 @@ class _StackedLinear(torch.nn.Module):
     def forward(self, x: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
         """x [rows, in], sorted by expert; ends int32 [experts], end of each expert's rows -> [rows, out].
 
-        The bias is not added: see `bias_rows`.
+        The bias is not added: see `added_bias`.
         """
         if counts is None and self.accumulates:
             return cast(Tensor, _AccumulatingProduct.apply(x, self.weight, ends))
         return grouped_product(x, self.weight, ends, counts)
 
-    def bias_rows(self, x: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor | None:
-        """Return the bias of each row of `forward`'s result, [rows, out]; None without biases."""
-        if self.bias is None:
-            return None
+    def added_bias(self) -> Tensor | None:
+        """Return the bias that this rank adds, [experts, out]; None without biases."""
+        if self.bias is None or self.adds_bias:
+            return self.bias
         # Ranks that do not add the bias still need its gradient, since all ranks hold the same parameter.
-        bias = self.bias if self.adds_bias else self.bias - self.bias.detach()
-        if counts is None:
-            # The backward pass of a product with ones sums each expert's rows in fp32 and in a fixed order. Eight ones,
-            # since grouped products need rows of 16 bytes.
-            ones = x.new_ones(len(x), 8)
-            return F.grouped_mm(ones, F.pad(bias.unsqueeze(1), (0, 0, 0, 7)), offs=ends)
-        return torch.cat([row.expand(count, -1) for count, row in zip(counts, bias, strict=True)])
+        return self.bias - self.bias.detach()
+
+
+def repeat_bias(bias: Tensor, x: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
+    """Return the bias of each row of x [rows, out], of experts' biases [experts, out] -> [rows, out]."""
+    if counts is None:
+        # The backward pass of a product with ones sums each expert's rows in fp32 and in a fixed order. Eight ones,
+        # since grouped products need rows of 16 bytes.
+        ones = x.new_ones(len(x), 8)
+        return F.grouped_mm(ones, F.pad(bias.unsqueeze(1), (0, 0, 0, 7)), offs=ends)
+    return torch.cat([row.expand(count, -1) for count, row in zip(counts, bias, strict=True)])
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
@@ -111,6 +116,17 @@ class _AccumulatingProduct(torch.autograd.Function):
         return grad_x, mark_grad_added(weight), None
 
 
+def _fused_form(config: TransformerConfig) -> dict[str, Any] | None:
+    """Return the arguments of the fused SwiGLU (kernels/swiglu.py) for a gated activation that is one; else None."""
+    slopes = {F.silu: 1.0, quick_gelu: 1.702}
+    if not (config.fuse_expert_activation and config.gated_linear_unit):  # type: ignore[attr-defined]
+        return None
+    if config.activation_func not in slopes:
+        return None
+    limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    return {"slope": slopes[config.activation_func], "limit": limit, "offset": offset}
+
+
 class GroupedExperts(MegatronModule):
     """Experts of one rank. The dispatcher has already sent the rows to their experts' rank and sorted them."""
 
@@ -130,21 +146,21 @@ class GroupedExperts(MegatronModule):
         self.recompute_activation = config.recompute_granularity == "selective" and "moe_act" in (
             config.recompute_modules or []
         )
-        self.can_fuse_swiglu = (
-            config.bias_activation_fusion  # only set for SiLU
-            and config.gated_linear_unit
-            and config.activation_func_clamp_value is None
-            and not config.glu_linear_offset
-        )
+        self.fused_form = _fused_form(config)
 
-    def _activate(self, x: Tensor, bias: Tensor | None, probs: Tensor | None) -> Tensor:
-        """x [rows, width (gated: 2 * width, gates first)] -> [rows, width], multiplied by `probs` [rows, 1]."""
-        if self.can_fuse_swiglu and bias is None and usable(x):
+    def _activate(
+        self, x: Tensor, bias: Tensor | None, probs: Tensor | None, ends: Tensor, counts: list[int] | None
+    ) -> Tensor:
+        """x [rows, width (gated: 2 * width, gates first)] -> [rows, width], multiplied by `probs` [rows, 1].
+
+        bias [experts, width of x]; ends, counts: as of `_StackedLinear.forward`
+        """
+        if self.fused_form is not None and usable(x):
             from ..kernels.swiglu import swiglu
 
-            return swiglu(x, probs)
+            return swiglu(x, probs, bias=None if bias is None else (bias, ends), **self.fused_form)
         if bias is not None:
-            x = x + bias
+            x = x + repeat_bias(bias, x, ends, counts)
         limit = self.config.activation_func_clamp_value
         if self.config.gated_linear_unit:
             gate, up = x.chunk(2, dim=-1)
@@ -170,19 +186,28 @@ class GroupedExperts(MegatronModule):
         weights = probs.unsqueeze(-1)
         if self.config.moe_apply_probs_on_input:
             rows, weights = (rows * weights).to(rows.dtype), None
-        activations = self.linear_fc1(rows, ends, counts)
-        bias = self.linear_fc1.bias_rows(rows, ends, counts)
+        activate = partial(self._activate, ends=ends, counts=counts)
+        activations, bias = self.linear_fc1(rows, ends, counts), self.linear_fc1.added_bias()
         if self.recompute_activation:
             checkpoint = tensor_parallel.CheckpointWithoutOutput()
-            activations = checkpoint.checkpoint(self._activate, activations, bias, weights)
+            activations = checkpoint.checkpoint(activate, activations, bias, weights)
             output = self.linear_fc2(activations, ends, counts)
             checkpoint.discard_output_and_register_recompute(output)
         else:
-            activations = self._activate(activations, bias, weights)
-            output = self.linear_fc2(activations, ends, counts)
-        if (bias := self.linear_fc2.bias_rows(rows, ends, counts)) is not None:
-            output = output + (bias if weights is None else bias * weights).to(output.dtype)
-        return output, None
+            output = self.linear_fc2(activate(activations, bias, weights), ends, counts)
+        return self._add_bias(output, weights, ends, counts), None
+
+    def _add_bias(self, output: Tensor, weights: Tensor | None, ends: Tensor, counts: list[int] | None) -> Tensor:
+        """Add the biases of the experts' outputs [rows, size], times the rows' weights [rows, 1]."""
+        bias = self.linear_fc2.added_bias()
+        if bias is None:
+            return output
+        if usable(output):
+            from ..kernels.expert_bias import add_expert_bias
+
+            return add_expert_bias(output, bias, ends, None if weights is None else weights.reshape(-1))
+        rows = repeat_bias(bias, output, ends, counts)
+        return output + (rows if weights is None else rows * weights).to(output.dtype)
 
     def backward_dw(self) -> None:
         """Do nothing: the backward pass has already computed the weight gradients."""

@@ -109,6 +109,7 @@ def transformer_config(
     config.attention_kernel = kernels.attention  # type: ignore[attr-defined]
     config.fuses_permutation = kernels.permutation == "own"  # type: ignore[attr-defined]
     has_fused_kernels = usable(torch.empty(0, device=runtime.device()))
+    config.fuse_expert_activation = options.bias_activation_fusion and on_gpu  # type: ignore[attr-defined]
     config.fuse_heads = options.apply_rope_fusion and has_fused_kernels  # type: ignore[attr-defined]
     config.accumulate_in_experts = options.gradient_accumulation_fusion and has_fused_kernels  # type: ignore[attr-defined]
     config.accumulate_in_matmul = options.gradient_accumulation_fusion and on_gpu  # type: ignore[attr-defined]

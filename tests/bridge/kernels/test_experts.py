@@ -8,6 +8,7 @@ MODELS = {  # a family, changes of its tiny model, flags
     "softmax": ("qwen3_moe", {"mlp_only_layers": []}, {}),
     "shared expert with a gate": ("qwen2_moe", SHARED, {}),
     "shared expert, overlapped": ("qwen2_moe", SHARED, {"moe_shared_expert_overlap": True}),
+    "biases of experts": ("gpt_oss", {"layer_types": ["full_attention"]}, {}),
     "groups of sigmoids with a bias": ("deepseek_v3", {"first_k_dense_replace": 0}, {}),
 }
 

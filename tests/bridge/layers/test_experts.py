@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megaswift.bridge import runtime
-from megaswift.bridge.layers.experts import GroupedExperts, SharedExperts
+from megaswift.bridge.layers.experts import GroupedExperts, SharedExperts, repeat_bias
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
@@ -34,6 +34,7 @@ def config(**changes):
         "glu_linear_offset": 0.0,
         "bias_activation_fusion": False,
         "accumulate_in_experts": False,
+        "fuse_expert_activation": False,
         "recompute_granularity": None,
         "recompute_modules": None,
         "architecture": SimpleNamespace(expert_bias=True, expert_latent=None),
@@ -107,7 +108,7 @@ def test_grouped_products_give_what_a_loop_gives(name):
     slopes = torch.randn(sum(COUNTS), linear.weight.shape[1])
 
     def run(counts):
-        output = linear(x, ends, counts) + linear.bias_rows(x, ends, counts)
+        output = linear(x, ends, counts) + repeat_bias(linear.added_bias(), x, ends, counts)
         return output, *torch.autograd.grad((output.float() * slopes).sum(), (x, linear.weight, linear.bias))
 
     for grouped, looped in zip(run(None), run(COUNTS), strict=True):
