@@ -87,6 +87,8 @@ def _gpu(launch: TrainingLaunch, flag: str, fix: str) -> "Gpu | None":
 def _apply(
     options: SftOptions, sources: dict[str, str], layout: "AutoLayout", source: str
 ) -> tuple[SftOptions, list[str], list[str]]:
+    from ..tasks.plan.gpu_layout import flag_text
+
     sources |= dict.fromkeys(layout.flags, source)
-    words = [f"--{name}={str(value).lower()}" for name, value in layout.flags.items()]
+    words = [f"--{name}={flag_text(value)}" for name, value in layout.flags.items()]
     return with_flags(options, **layout.flags), words, [layout.note]

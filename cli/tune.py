@@ -200,9 +200,12 @@ def _end_on_signals() -> None:
 
 
 def _described(plan: "Plan") -> str:
+    from ..tasks.plan.table import RECOMPUTED
+
     layout = plan.layout
     extras = [f"micro batch {layout.micro_batch}"]
-    extras += ["all layers recomputed"] * layout.recomputes + ["AdamW on the host"] * layout.offloads
+    extras += [f"{RECOMPUTED[layout.recompute]} recomputed"] * (layout.recompute != "none")
+    extras += ["AdamW on the host"] * layout.offloads
     return ", ".join([str(layout) if layout.gpus > 1 else "one process", *extras])
 
 

@@ -1,15 +1,39 @@
-"""Activations of MLPs that are modules."""
+"""MLPs that recompute their activations, and activations that are modules."""
 
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import CheckpointWithoutOutput, copy_to_tensor_model_parallel_region
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.typed_torch import apply_module
 from torch import Tensor
 
 from ..kernels import usable
+
+
+class RecomputedMLP(MLP):
+    """MLP of which the backward pass computes the first product and the activation again, `--recompute_modules mlp`.
+
+    It keeps the input alone, as a checkpoint of the MLP would, but does not repeat the second product.
+    """
+
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor | None]:
+        checkpoint = CheckpointWithoutOutput()
+        output, bias = apply_module(self.linear_fc2)(checkpoint.checkpoint(self._activations, hidden_states))
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, bias
+
+    def _activations(self, hidden_states: Tensor) -> Tensor:
+        x, bias = apply_module(self.linear_fc1)(hidden_states)
+        if bias is not None:
+            x = x + bias
+        if self.config.gated_linear_unit and not self.config.use_te_activation_func:
+            gate, up = x.chunk(2, dim=-1)
+            return self.activation_func(gate) * up
+        return self.activation_func(x)
 
 
 class SwiGLU(torch.nn.Module):

@@ -28,7 +28,7 @@ from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet
 from .mamba import Mamba2
 from .mla import LatentAttention, LatentAttentionSubmodules
-from .mlp import XIELU, SwiGLU
+from .mlp import XIELU, RecomputedMLP, SwiGLU
 from .moe import ExpertLayer
 from .norm import Norm, NormBuilder, WideNorm
 from .parallel_block import ParallelLayer
@@ -153,7 +153,8 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
         )
     else:
         activation = XIELU if config.activation_func is XIELU else SwiGLU
-        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, activation))
+        kind = RecomputedMLP if config.recomputes_mlp else MLP  # type: ignore[attr-defined]
+        mlp = partial(kind.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, activation))
     spec = ModuleSpec(
         module=_layer_class(architecture),
         submodules=TransformerLayerSubmodules(

@@ -15,7 +15,7 @@ from ..kernels import usable
 from ..layers.mlp import XIELU
 from ..mapping import fp8
 from ..mapping.architecture import Architecture, SparseAttention, TransformerArgs
-from ..options import BuildOptions, RecomputeOptions
+from ..options import BuildOptions
 from ..pipeline_layout import divide_layers, virtual_pipeline_size
 from .kernel_selection import Kernels
 
@@ -39,6 +39,7 @@ def transformer_config(
     overlap_p2p = options.overlap_p2p_comm and virtual_pipeline is not None
     # Its errors name flags; megatron-core asserts.
     layer_counts = divide_layers(options, architecture.transformer["num_layers"])
+    recomputes_mlp = _recomputes_mlp(options)
     if architecture.sparse:
         _check_selections(architecture.sparse, layer_counts)
     last_stage = options.decoder_last_pipeline_num_layers
@@ -85,7 +86,7 @@ def transformer_config(
         "cross_entropy_loss_fusion": False,  # we compute the loss: see layers/logprobs.py
         "deterministic_mode": options.deterministic_mode,
         **fp8.transformer_args(options),
-        **_recompute_settings(options, kernels, options.attention_backend),
+        **_recompute_settings(options, kernels, recomputes_mlp=recomputes_mlp),
     }
     if architecture.sparse and options.dsa_indexer_loss_coeff:
         settings |= {
@@ -107,6 +108,7 @@ def transformer_config(
     # Attributes of our own, for layers/.
     config.architecture = architecture  # type: ignore[attr-defined]
     config.attention_kernel = kernels.attention  # type: ignore[attr-defined]
+    config.recomputes_mlp = recomputes_mlp  # type: ignore[attr-defined]
     config.fuses_permutation = kernels.permutation == "own"  # type: ignore[attr-defined]
     has_fused_kernels = usable(torch.empty(0, device=runtime.device()))
     config.fuse_expert_activation = options.bias_activation_fusion and on_gpu  # type: ignore[attr-defined]
@@ -131,7 +133,18 @@ def _check_selections(sparse: SparseAttention, layer_counts: list[int]) -> None:
             )
 
 
-def _recompute_settings(options: RecomputeOptions, kernels: Kernels, attention_backend: str) -> TransformerArgs:
+def _recomputes_mlp(options: BuildOptions) -> bool:
+    """Return whether MLPs recompute their activations themselves (layers/mlp.py), in place of megatron-core.
+
+    Products in FP8 keep copies of their inputs, activations that move to the host must not be discarded before, and
+    norms that are recomputed too come only after it.
+    """
+    modules = options.recompute_modules if options.recompute_granularity == "selective" else []
+    is_alone = "layernorm" not in modules and options.fp8_format is None and not options.cpu_offloading
+    return "mlp" in modules and is_alone
+
+
+def _recompute_settings(options: BuildOptions, kernels: Kernels, *, recomputes_mlp: bool) -> TransformerArgs:
     if options.recompute_granularity == "none":
         return {}
     if options.recompute_granularity == "full":
@@ -141,8 +154,9 @@ def _recompute_settings(options: RecomputeOptions, kernels: Kernels, attention_b
             "recompute_num_layers": options.recompute_num_layers,
         }
     # Flash kernels recompute the scores themselves, so recomputing core attention would save nothing.
-    keeps_scores = kernels.attention == "transformer_engine" and attention_backend == "unfused"
-    modules = [module for module in options.recompute_modules if module != "core_attn" or keeps_scores]
+    keeps_scores = kernels.attention == "transformer_engine" and options.attention_backend == "unfused"
+    skipped = {"core_attn": not keeps_scores, "mlp": recomputes_mlp}
+    modules = [module for module in options.recompute_modules if not skipped.get(module)]
     return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
 
 

@@ -58,7 +58,10 @@ class PlanOptions:
     context_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
     expert_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
     micro_batch_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
-    recompute: Annotated[bool | None, "Recompute all layers. Default: only where the layout does not fit."] = None
+    recompute: Annotated[
+        Literal["none", "mlp", "full"] | None,
+        "Recompute MLPs, or all layers. Default: the cheapest with which the layout fits.",
+    ] = None
     optimizer_cpu_offload: Annotated[
         bool | None, "Keep the optimizer's state in host memory. Default: only where the layout does not fit."
     ] = None

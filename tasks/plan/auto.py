@@ -10,6 +10,7 @@ from ...bridge.option_groups import flag_value
 from ...templates.plural import plural
 from ..options import SftOptions
 from ..system.memory import GIB
+from .gpu_layout import RECOMPUTE, Recompute, Settings, flag_text
 from .memory import OUTSIDE
 from .run_plan import Gpu, RunPlan, UnplannedRunError, pack_length, plan_run
 from .search import DIVISION, Plan, Search, search, smallest_cluster
@@ -24,12 +25,13 @@ FLAGS = {
     "context": "context_parallel_size",
     "expert": "expert_model_parallel_size",
     "micro_batch": "micro_batch_size",
-    "recomputes": "recompute_granularity",
     "offloads": "optimizer_cpu_offload",
 }
-ALWAYS_SET = [flag for name, flag in FLAGS.items() if name not in DIVISION]  # by each plan
+RECOMPUTE_FLAGS = "recompute_granularity", "recompute_modules"
+LAYOUT_FLAGS = *FLAGS.values(), *RECOMPUTE_FLAGS
+ALWAYS_SET = [*(flag for name, flag in FLAGS.items() if name not in DIVISION), *RECOMPUTE_FLAGS]  # by each plan
 PLANNED_VALUES = {"recompute_method": (None, "uniform"), "recompute_num_layers": (None, 1), "cpu_offloading": (False,),
-                  "recompute_modules": (["core_attn"],)}  # fmt: skip
+                  "recompute_modules": (["core_attn"], ["mlp"], ["core_attn", "mlp"])}  # fmt: skip
 FIX = "Set the layout's flags instead (`megatron plan` prints them)"
 
 
@@ -37,7 +39,7 @@ FIX = "Set the layout's flags instead (`megatron plan` prints them)"
 class AutoLayout:
     """Flags that `--plan auto` sets, and a note about them."""
 
-    flags: Mapping[str, int | str | bool]
+    flags: Settings
     note: str
 
 
@@ -51,7 +53,7 @@ def auto_layout(
     Raises ValueError for a run that is not planned or does not fit.
     """
     plan = planned(options, requested, world, gpu, "--plan auto", FIX)
-    values = {flag: flag_value(options, flag) for flag in FLAGS.values() if flag in requested}
+    values = {flag: flag_value(options, flag) for flag in LAYOUT_FLAGS if flag in requested}
     saved = saved_layout(checkpoint) if checkpoint else {}
     result, origin = _search(plan, gpu, saved | values), "as in the checkpoint" if saved else ""
     if not result.best:
@@ -87,7 +89,7 @@ def layouts_to_try(
     flag: as of `planned`. Raises ValueError for a run that is not planned or does not fit.
     """
     plan = planned(options, requested, world, gpu, flag, "Try layouts by hand")
-    values = {name: flag_value(options, name) for name in FLAGS.values() if name in requested}
+    values = {name: flag_value(options, name) for name in LAYOUT_FLAGS if name in requested}
     result = _search(plan, gpu, values)
     if not result.plans:
         raise ValueError(f"{flag}: {_misfit(plan, gpu, values, result)}")
@@ -98,7 +100,7 @@ def saved_layout(checkpoint: Path) -> dict[str, Any]:
     """Return the flags of the layout of a checkpoint's run; empty if they cannot be read."""
     try:
         saved = json.loads((checkpoint / "args.json").read_text(encoding="utf-8"))["options"]
-        return {flag: saved[flag]["value"] for flag in FLAGS.values()}
+        return {flag: saved[flag]["value"] for flag in LAYOUT_FLAGS}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -107,10 +109,18 @@ def _search(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any]) -> Search:
     pins = {field: values[flag] for field, flag in FLAGS.items() if flag in values}
     if "virtual" in pins:
         pins["virtual"] = pins["virtual"] or 1
-    if "recomputes" in pins:
-        pins["recomputes"] = pins["recomputes"] == "full"
+    pins["recompute"] = _allowed_recompute(values.get("recompute_granularity"), values.get("recompute_modules"))
     assert gpu.machine is not None
     return search(plan.work, plan.layout.gpus, gpu.machine, gpu.memory - OUTSIDE, pins)
+
+
+def _allowed_recompute(granularity: str | None, modules: Collection[str] | None) -> tuple[Recompute, ...]:
+    """Return what may be recomputed by the values of the two flags; None: not set."""
+    if granularity in ("full", "none"):
+        return (granularity,)
+    if modules is not None:
+        return ("mlp" if "mlp" in modules else "none",)
+    return RECOMPUTE[:2] if granularity else RECOMPUTE
 
 
 def _note(plan: RunPlan, best: Plan, origin: str) -> str:
@@ -122,7 +132,7 @@ def _note(plan: RunPlan, best: Plan, origin: str) -> str:
 def _misfit(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any], result: Search) -> str:
     """Return the error message where no layout fits."""
     assert gpu.machine is not None
-    fixed = " ".join(f"--{name} {str(value).lower()}" for name, value in values.items())
+    fixed = " ".join(f"--{name} {flag_text(value)}" for name, value in values.items())
     where = f"{plural(plan.layout.gpus, 'GPU')} of {gpu.memory / GIB:.1f} GiB" + (f" with {fixed}" if fixed else "")
     if result.smallest is None:
         return (

@@ -78,7 +78,7 @@ def _pins(options: PlanOptions) -> dict[str, object]:
         "context": options.context_parallel_size,
         "expert": options.expert_model_parallel_size,
         "micro_batch": options.micro_batch_size,
-        "recomputes": options.recompute,
+        "recompute": options.recompute and [options.recompute],
         "offloads": options.optimizer_cpu_offload,
     }
     return {name: value for name, value in values.items() if value is not None}

@@ -2,9 +2,14 @@
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 from ...bridge.options import ParallelOptions
 from ...bridge.pipeline_layout import divide_layers
+
+Recompute = Literal["none", "mlp", "full"]  # in the backward pass: the first half of dense MLPs, or layers
+RECOMPUTE: tuple[Recompute, ...] = ("none", "mlp", "full")  # the faster first
+Settings = dict[str, int | str | bool | list[str]]
 
 
 @dataclass(frozen=True)
@@ -17,12 +22,12 @@ class GpuLayout:
     context: int = 1
     expert: int = 1
     micro_batch: int = 1
-    recomputes: bool = False  # layers
+    recompute: Recompute = "none"
     offloads: bool = False  # the optimizer's state is on the host
     virtual: int = 1  # chunks of layers on each pipeline stage
     first: int | None = None  # layers of the first pipeline stage; None: as the others
     last: int | None = None  # layers of the last pipeline stage; None: as the others
-    recomputed: int | None = None  # layers of each chunk that are recomputed; None: all
+    recomputed: int | None = None  # layers of each chunk that are recomputed in full; None: all
 
     @property
     def data(self) -> int:
@@ -69,21 +74,22 @@ class GpuLayout:
         return min(warmup + 1, self.virtual * micro_batches)
 
     def recomputed_share(self, layers: int) -> float:
-        """Return the share of `layers` layers of a stage that are recomputed."""
-        if not self.recomputes:
+        """Return the share of `layers` layers of a stage that are recomputed in full."""
+        if self.recompute != "full":
             return 0.0
         return 1.0 if self.recomputed is None else min(self.recomputed * self.virtual / layers, 1.0)
 
-    def settings(self) -> dict[str, int | str | bool]:
+    def settings(self) -> Settings:
         """Return the flags of `megatron` for this layout with their values, the defaults too."""
-        settings: dict[str, int | str | bool] = {
+        settings: Settings = {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
             "context_parallel_size": self.context,
             "expert_model_parallel_size": self.expert,
             "sequence_parallel": self.tensor > 1,
             "micro_batch_size": self.micro_batch,
-            "recompute_granularity": "full" if self.recomputes else "selective",
+            "recompute_granularity": "full" if self.recompute == "full" else "selective",
+            "recompute_modules": ["mlp" if self.recompute == "mlp" else "core_attn"],
             "optimizer_cpu_offload": self.offloads,
         }
         division = {
@@ -92,13 +98,16 @@ class GpuLayout:
             "decoder_last_pipeline_num_layers": self.last,
         }
         settings |= {name: value for name, value in division.items() if value is not None}
-        if self.recomputes and self.recomputed is not None:
+        if self.recompute != "full":
+            return settings
+        if self.recomputed is not None:
             return settings | {"recompute_method": "block", "recompute_num_layers": self.recomputed}
-        return settings | ({"recompute_method": "uniform", "recompute_num_layers": 1} if self.recomputes else {})
+        return settings | {"recompute_method": "uniform", "recompute_num_layers": 1}
 
     def flags(self) -> str:
         """Return the words for this layout on a command line."""
-        defaults = GpuLayout(self.gpus).settings() | {"micro_batch_size": None}
+        defaults = GpuLayout(self.gpus).settings()
+        del defaults["micro_batch_size"]
         return _words({name: value for name, value in self.settings().items() if value != defaults.get(name)})
 
     def changes(self, other: "GpuLayout") -> str:
@@ -121,5 +130,10 @@ class GpuLayout:
         return " ".join(words)
 
 
-def _words(settings: dict[str, int | str | bool]) -> str:
-    return " ".join(f"--{name} {str(value).lower()}" for name, value in settings.items())
+def flag_text(value: int | str | bool | list[str]) -> str:
+    """Return a setting as it is written on a command line."""
+    return " ".join(value) if isinstance(value, list) else str(value).lower()
+
+
+def _words(settings: Settings) -> str:
+    return " ".join(f"--{name} {flag_text(value)}" for name, value in settings.items())

@@ -85,6 +85,12 @@ class Workload:
         frequency = self.config.moe_layer_freq
         return bool(frequency[layer] if isinstance(frequency, list) else layer % frequency == 0)
 
+    @property
+    def has_dense_mlps(self) -> bool:
+        """Return whether a layer has an MLP that is not of experts."""
+        layers = range(self.config.num_layers)
+        return any(self.layer(layer).has_mlp and not self.is_sparse(layer) for layer in layers)
+
 
 def memory_of_rank(work: Workload, layout: GpuLayout) -> Memory:
     """Return the memory of a rank in the pipeline stage, and with the micro batch, that need most."""
@@ -114,10 +120,14 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
     logits = BYTES * tokens * (1 - image_share) * work.vocab_size / layout.tensor if is_last else 0.0
     logits = min(logits, (KEPT_LOGITS + LOGITS_CHUNK) * work.gpu_bytes)
     recomputed = layout.recomputed_share(len(layers))
+    in_backward = max(saved)  # bytes that a layer computes again when the logits are freed
+    if layout.recompute == "mlp":
+        in_backward = max(_recomputed_mlp_bytes(work, layout, layer) for layer in layers)
+        saved = [total - _recomputed_mlp_bytes(work, layout, layer) for total, layer in zip(saved, layers, strict=True)]
     kept = recomputed * BYTES * work.config.hidden_size / layout.tensor * len(layers) + (1 - recomputed) * sum(saved)
     activations = tokens * in_flight * kept
-    if recomputed:  # a layer is recomputed when the logits are freed
-        activations += max(tokens * max(saved) - logits, 0)
+    if layout.recompute != "none":
+        activations += max(tokens * in_backward - logits, 0)
     if work.tower:
         visual_tokens = layout.micro_batch * work.length * image_share
         activations += work.tower.bytes_of_micro_batches(layout, visual_tokens, micro_batches)
@@ -154,6 +164,13 @@ def _saved_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
         inputs = _adapter_inputs(work.config, is_sparse=is_sparse)
         masks = DROPOUT_MASK_BYTES * inputs + BYTES * _head_values(work.config)[1]
     return (BYTES * values + masks) / layout.tensor
+
+
+def _recomputed_mlp_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
+    """Return the bytes per token that a layer saves only without `--recompute_modules mlp`."""
+    if not work.layer(layer).has_mlp or work.is_sparse(layer):
+        return 0.0
+    return BYTES * (_dense_values(work.config) - 2 * work.config.hidden_size) / layout.tensor
 
 
 def _head_values(config: TransformerConfig) -> tuple[int, int]:

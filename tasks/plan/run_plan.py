@@ -13,7 +13,7 @@ from ...bridge.options import KernelOptions, MoEOptions, RecomputeOptions
 from ..observability.flops import peak_flops
 from ..options import CausalLmOptions, PlanOptions, PtOptions, SftOptions
 from ..system.memory import GIB
-from .gpu_layout import GpuLayout
+from .gpu_layout import GpuLayout, Recompute
 from .memory import OUTSIDE, Memory, Workload, memory_of_rank
 from .search import search, smallest_cluster
 from .speed import Machine
@@ -177,13 +177,19 @@ def layout_of(options: SftOptions, world: int) -> GpuLayout:
         build.context_parallel_size,
         build.expert_model_parallel_size,
         options.training.micro_batch_size,
-        build.recompute_granularity == "full",
+        _recompute(build),
         options.optimizer.optimizer_cpu_offload,
         build.virtual_pipeline_model_parallel_size or 1,
         build.decoder_first_pipeline_num_layers,
         build.decoder_last_pipeline_num_layers,
         build.recompute_num_layers if build.recompute_method == "block" else None,
     )
+
+
+def _recompute(build: RecomputeOptions) -> Recompute:
+    if build.recompute_granularity == "selective":
+        return "mlp" if "mlp" in build.recompute_modules else "none"
+    return build.recompute_granularity
 
 
 def _unplanned_flags(options: SftOptions) -> Iterator[str]:

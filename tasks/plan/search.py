@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
 
-from .gpu_layout import GpuLayout
+from .gpu_layout import RECOMPUTE, GpuLayout
 from .memory import Memory, Workload, memory_of_rank
 from .speed import Machine, seconds_per_step
 
@@ -42,10 +42,13 @@ class Search:
 
 
 def search(work: Workload, gpus: int, machine: Machine, memory: float, pins: Mapping[str, object]) -> Search:
-    """Search the layouts of `gpus` GPUs. memory: bytes for tensors; pins: fields of GpuLayout that are not searched."""
+    """Search the layouts of `gpus` GPUs. memory: bytes for tensors
+
+    pins: values of GpuLayout's fields that are not searched; of `recompute` those that may be chosen
+    """
     plans, smallest, rejected = [], None, 0
     for layout in _layouts(work, gpus, machine, pins):
-        for choice in _memory_choices(layout, pins):
+        for choice in _memory_choices(work, layout, pins):
             plan = Plan(choice, memory_of_rank(work, choice), seconds_per_step(work, choice, machine))
             if smallest is None or plan.memory.total < smallest.memory.total:
                 smallest = plan
@@ -117,9 +120,9 @@ def _divides_matrices(work: Workload, tensor: int) -> bool:
     )
 
 
-def _memory_choices(layout: GpuLayout, pins: Mapping[str, object]) -> Iterator[GpuLayout]:
+def _memory_choices(work: Workload, layout: GpuLayout, pins: Mapping[str, Any]) -> Iterator[GpuLayout]:
     """Yield the layout with its choices of memory against time, the faster first."""
-    for offloads, recomputes in product((False, True), repeat=2):
-        choice = {"recomputes": recomputes, "offloads": offloads}
-        if all(pins.get(name, value) == value for name, value in choice.items()):
-            yield replace(layout, **choice, recomputed=pins.get("recomputed"))
+    useful = [choice for choice in RECOMPUTE if choice != "mlp" or work.has_dense_mlps]
+    offload_choices = [pins["offloads"]] if "offloads" in pins else [False, True]
+    for offloads, recompute in product(offload_choices, pins.get("recompute", useful)):
+        yield replace(layout, offloads=offloads, recompute=recompute, recomputed=pins.get("recomputed"))

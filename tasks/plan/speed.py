@@ -73,9 +73,10 @@ def _layers_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Ma
     pairs = flops.forward([work.document_length]) - 2 * flops.matrix_parameters * work.document_length
     attention = (3 + recomputed) * pairs * documents * share
     expert_share = _expert_share(work, flops)
+    again = 2 * _first_products(work) * work.length * share if layout.recompute == "mlp" else 0.0
     width = config.moe_ffn_hidden_size or 0
     expert_rate = BEST * DISPATCH * (1 - math.exp(-width / SMALL_EXPERT)) if width else 1.0
-    dense = products * (1 - expert_share)
+    dense = products * (1 - expert_share) + again
     dense /= FP8_SPEEDUP if work.fp8 else 1.0
     flops_at_peak = products * expert_share / expert_rate + attention / ATTENTION + dense / _dense_rate(work, layout)
     seconds = flops_at_peak / machine.peak_flops
@@ -96,6 +97,14 @@ def _dense_rate(work: Workload, layout: GpuLayout) -> float:
     return BEST * (1 - math.exp(-work.config.hidden_size / math.sqrt(layout.tensor) / SMALL))
 
 
+def _first_products(work: Workload) -> int:
+    """Return the parameters of the first products of dense MLPs, which `--recompute_modules mlp` repeats."""
+    config = work.config
+    width = (2 if config.gated_linear_unit else 1) * (config.ffn_hidden_size or 0)
+    dense = sum(work.layer(layer).has_mlp and not work.is_sparse(layer) for layer in range(config.num_layers))
+    return dense * config.hidden_size * width
+
+
 def _expert_share(work: Workload, flops: Flops) -> float:
     """Return the share of experts in the matrix products of layers."""
     config = work.config
@@ -114,8 +123,8 @@ def _hidden_bytes(work: Workload, layout: GpuLayout) -> float:
 
 def _tensor_seconds(work: Workload, layout: GpuLayout) -> float:
     """Return the seconds of four all-gathers or reduce-scatters forward, and six backward, of each layer."""
-    moved = (10 + 4 * layout.recomputes) * _hidden_bytes(work, layout) * (layout.tensor - 1) / layout.tensor
-    return moved / NVLINK
+    exchanges = 10 + {"none": 0, "mlp": 1, "full": 4}[layout.recompute]
+    return exchanges * _hidden_bytes(work, layout) * (layout.tensor - 1) / layout.tensor / NVLINK
 
 
 def _expert_seconds(work: Workload, layout: GpuLayout) -> float:
@@ -123,7 +132,7 @@ def _expert_seconds(work: Workload, layout: GpuLayout) -> float:
     if layout.expert == 1:
         return 0.0
     copies = work.config.moe_router_topk * _hidden_bytes(work, layout) / layout.tensor
-    return (4 + 2 * layout.recomputes) * copies * (layout.expert - 1) / layout.expert / NVLINK_ALL_TO_ALL
+    return (6 if layout.recompute == "full" else 4) * copies * (layout.expert - 1) / layout.expert / NVLINK_ALL_TO_ALL
 
 
 def _context_seconds(work: Workload, layout: GpuLayout) -> float:

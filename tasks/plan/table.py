@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from .gpu_layout import GpuLayout
 
+RECOMPUTED = {"none": "none", "mlp": "MLPs", "full": "all layers"}
+
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as lines: the first column aligned to the left, the others to the right."""
@@ -18,5 +20,5 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def choices(layout: GpuLayout) -> tuple[str, str, str, str]:
     """Return the cells of a layout: parallel sizes, micro batch, recomputation, and where the optimizer is."""
-    recompute, optimizer = "all layers" if layout.recomputes else "none", "host" if layout.offloads else "GPU"
-    return str(layout), str(layout.micro_batch), recompute, optimizer
+    optimizer = "host" if layout.offloads else "GPU"
+    return str(layout), str(layout.micro_batch), RECOMPUTED[layout.recompute], optimizer

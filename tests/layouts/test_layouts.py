@@ -33,10 +33,12 @@ LAYOUTS = {
         "recompute uniform": FULL | {"recompute_method": "uniform"},
         "recompute block": FULL | {"recompute_method": "block"},
         "recompute modules": {"recompute_modules": ["core_attn", "mlp", "layernorm"]},
+        "recompute MLPs": {"recompute_modules": ["core_attn", "mlp"]},
     },
     2: {
         "TP2": {TP: 2, SP: False},
         "TP2 SP": {TP: 2, SP: True},
+        "TP2 SP recompute MLPs": {TP: 2, SP: True, "recompute_modules": ["mlp"]},
         "TP2 SP padded": {TP: 2, SP: True, "packing": False, "padding_free": False, "micro_batch_size": 3},
         "PP2": {PP: 2},
         "PP2 uneven": {PP: 2, FIRST: 1},

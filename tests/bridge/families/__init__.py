@@ -81,6 +81,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "TP2 SP EP2": {TP: 2, SP: True, EP: 2},
         "TP2 SP recompute": {TP: 2, SP: True} | RECOMPUTE_LAYERS,
         "PP2 recompute parts": {PP: 2, "recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+        "PP2 recompute MLPs": {PP: 2, "recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     },
     4: {
         "TP4 SP": {TP: 4, SP: True},
@@ -95,7 +96,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 # What a family names as a rule; a few name more of the others.
 DENSE = ("TP2", "TP2 SP", "PP2", "CP2")
-RECOMPUTE = ("TP2 SP recompute", "PP2 recompute parts")  # families with new layers take them too
+RECOMPUTE = ("TP2 SP recompute", "PP2 recompute parts", "PP2 recompute MLPs")  # families with new layers take them too
 MOE = ("TP2 SP ETP2", "PP2", "EP2", "TP2 SP EP2", "CP2")  # megatron-core trains experts under TP with SP only
 
 Tensors = dict[str, Any]  # by name: torch tensors

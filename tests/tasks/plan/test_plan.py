@@ -66,7 +66,7 @@ def test_layers_of_uneven_and_virtual_stages() -> None:
     assert list(map(len, GpuLayout(4, pipeline=4, first=12, last=10).stages(48))) == [12, 13, 13, 10]
     assert list(map(len, GpuLayout(2, pipeline=2, virtual=2).stages(8))) == [4, 4]
     assert not GpuLayout(4, pipeline=4).divides(50)
-    assert GpuLayout(2, pipeline=2, recomputes=True, recomputed=3).recomputed_share(12) == 0.25
+    assert GpuLayout(2, pipeline=2, recompute="full", recomputed=3).recomputed_share(12) == 0.25
 
 
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(2, 1, 8), (4, 1, 2), (2, 2, 8), (4, 3, 8)])
@@ -121,6 +121,22 @@ def test_layouts_that_a_search_proposes_are_consistent(rows, workload_of) -> Non
     assert result.smallest.memory.total <= min(plan.memory.total for plan in result.plans)
 
 
+def test_what_is_recomputed(rows, workload_of) -> None:
+    """MLPs cost less memory than nothing and less time than layers, and are proposed before them."""
+    work = workload_of(rows.ROWS["4b"].config, max_length=32_768, global_batch_size=2)
+    plans = {
+        choice: search(work, 1, H200, 10**12, {"micro_batch": 1, "recompute": [choice]}).plans[0]
+        for choice in ("none", "mlp", "full")
+    }
+    none, mlp, full = plans.values()
+    assert none.memory.activations > mlp.memory.activations > full.memory.activations
+    assert none.seconds < mlp.seconds < full.seconds
+    best = search(work, 1, H200, 139 * 2**30, {"micro_batch": 1}).plans[0].layout
+    assert best.flags() == "--micro_batch_size 1 --recompute_modules mlp"
+    experts = workload_of(rows.ROWS["moe"].config)
+    assert {plan.layout.recompute for plan in search(experts, 1, H200, 10**12, {}).plans} == {"none"}
+
+
 def test_more_of_anything_takes_less_memory(rows, workload_of) -> None:
     work = workload_of(rows.ROWS["moe"].config, global_batch_size=32)
     base = memory_of_rank(work, GpuLayout(8)).total
@@ -129,7 +145,7 @@ def test_more_of_anything_takes_less_memory(rows, workload_of) -> None:
         {"pipeline": 2},
         {"context": 2},
         {"expert": 2},
-        {"recomputes": True},
+        {"recompute": "full"},
         {"offloads": True},
     ):
         assert memory_of_rank(work, GpuLayout(8, **change)).total < base, change
