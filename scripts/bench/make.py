@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from rows import ROWS, Row, special_ids
+from configs import special_ids
+from rows import ROWS, Row
 
 CHATML = (
     "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n'}}{% endfor %}"

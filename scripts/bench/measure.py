@@ -23,9 +23,11 @@ def measure(
     steps: int,
     timeout: float,
     read: Callable[[dict[str, Any]], Step | None],
+    is_complete: Callable[[], bool] = lambda: True,
 ) -> tuple[list[Step], str | None]:
     """Run `command` until its `log` (JSON lines) has `steps` steps, then kill it with its descendants.
 
+    is_complete: is waited for after the last step, before the process is killed.
     The checkpoint that it would save next is not part of a step. Returns the steps, each with `at`, the seconds from
     the start of the command to its log line, and an error message, None if all steps were logged.
     """
@@ -42,10 +44,12 @@ def measure(
                     records.append(step | {"at": time.perf_counter() - start})
                 if len(records) == steps:
                     break
+            while not is_complete() and process.poll() is None and time.perf_counter() - start < timeout:
+                time.sleep(POLL)
             code = process.poll()
         finally:
             kill_with_descendants(process)
-    if len(records) >= steps:
+    if len(records) >= steps and is_complete():
         return records, None
     problem = f"took more than {timeout:.0f} s" if code is None else f"ended with code {code}"
     return records, f"{problem} after {len(records)} of {steps} steps: {_error_line(console_log)}"

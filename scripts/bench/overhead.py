@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from configs import QWEN3
 from make import shapes
 from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
@@ -30,7 +31,6 @@ from megaswift.tasks.options import SftOptions
 from megaswift.tasks.train.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megaswift.tasks.train.step import TrainState, sft_loss, train_step
 from megaswift.templates.batching.collator import Batch, BatchLayout
-from rows import QWEN3
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -107,7 +107,8 @@ def checks(runs: list[Run]) -> list[Check]:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for run in latest_runs(runs):
-            if run["system"] not in PEERS and not run["error"] and run["gpus"] and measured_steps(run):
+            is_training = "kind" not in run and run["system"] not in PEERS
+            if is_training and not run["error"] and run["gpus"] and measured_steps(run):
                 with suppress(UnplannedRunError):
                     results.append(check(run, Path(folder)))
     return results

@@ -28,6 +28,7 @@ from typing import Any
 import pictures
 from megaswift.bridge.families import family_of
 from megaswift.tasks.observability.flops import VisionFlops, peak_flops
+from report_files import tables
 from rows import BASELINES, MIN_SPEEDUPS, ROWS, SYSTEMS, TRAINED, Row
 
 Run = dict[str, Any]
@@ -44,14 +45,17 @@ def name_of(run: Run) -> str:
 
 
 def latest_runs(runs: list[Run]) -> list[Run]:
-    """Return one run for each row, system, flags and number of GPUs, in the order of rows and systems."""
-    latest: dict[tuple[str, str, str, int], Run] = {}
+    """Return one run for each kind, row, system, flags and number of GPUs, in the order of rows and systems."""
+    latest: dict[tuple[str, ...], Run] = {}
     for run in runs:
-        key = run["row"], run["system"], run["flags"], run["gpus"]
+        key = run.get("kind", ""), run["row"], run["system"], run["flags"], str(run.get("gpus"))
         if not run["error"] or key not in latest or latest[key]["error"]:
             latest[key] = run
     order = {name: position for position, name in enumerate(ROWS)}
-    return sorted(latest.values(), key=lambda run: (order[run["row"]], SYSTEMS.index(run["system"]), run["flags"]))
+    systems = {name: position for position, name in enumerate(SYSTEMS)}
+    return sorted(
+        latest.values(), key=lambda run: (order[run["row"]], systems.get(run["system"], len(systems)), run["flags"])
+    )
 
 
 def measured_steps(run: Run) -> list[dict[str, Any]]:
@@ -148,7 +152,8 @@ def baselines(run: Run, runs: list[Run]) -> list[Run]:
 
 def markdown(runs: list[Run]) -> str:
     """Return the table, the losses, and the commands with devices and versions."""
-    all_runs, runs = runs, latest_runs(runs)
+    latest = latest_runs(runs)
+    all_runs, runs = [run for run in runs if "kind" not in run], [run for run in latest if "kind" not in run]
     lines: list[str] = []
     for columns, has_pictures in ((COLUMNS, False), (VISUAL_COLUMNS, True)):
         runs_of_table = [run for run in runs if bool(ROWS[run["row"]].pictures) == has_pictures]
@@ -159,7 +164,7 @@ def markdown(runs: list[Run]) -> str:
             labels = [ROWS[run["row"]].title, str(run["gpus"]), name_of(run)]
             lines.append("| " + " | ".join(labels + cells(run, summary(run, all_runs))) + " |")
         lines.append("")
-    lines += [*losses(runs), *sources(runs)]
+    lines += [*tables(latest), *(losses(runs) if runs else []), *sources(latest)]
     return "\n".join(lines)
 
 

@@ -16,49 +16,22 @@ the table. A failed run is a row with its error.
 # pyright: reportMissingImports=false
 
 import argparse
-import compileall
-import json
 import os
-import platform
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from make import paths
 from measure import measure
 from megaswift.cli.launch import visible_gpus
+from records import append, compile_packages, heading, now, prepare, read
 from report import Run, cells, latest_runs, markdown, summary
 from rows import PEERS, ROWS, SYSTEMS
-from systems import command, environment, step_of, versions
-
-HERE = Path(__file__).parent
-
-
-@cache
-def device() -> str:
-    """Return the name of the first GPU, or the machine type without one."""
-    if not visible_gpus():
-        return platform.machine()
-    for query in (
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-        [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"],
-    ):
-        if shutil.which(query[0]):
-            answer = subprocess.run(query, capture_output=True, text=True, check=False)
-            if not answer.returncode:
-                return answer.stdout.splitlines()[0].strip()
-    return "a GPU of unknown name"
-
-
-def prepare(name: str, work: Path, timeout: float) -> None:
-    """Make the checkpoint and text in a separate process, which frees the GPU's memory."""
-    subprocess.run([sys.executable, str(HERE / "make.py"), name, str(work)], check=True, timeout=timeout)
+from systems import command, environment, step_of
 
 
 def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: float) -> Run:
@@ -73,8 +46,7 @@ def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: floa
     caches = work / "caches" / ("peer" if system in PEERS else "ours")
     result: dict[str, Any] = {
         "row": name, "system": system, "flags": "" if system in PEERS else arguments.flags, "gpus": gpus,
-        "call": arguments.call, "called": shlex.join(["python", *sys.argv]), "device": device(),
-        "versions": versions(system, arguments.peer_site), "global_batch": row.batch_on(max(gpus, 1)),
+        **heading(arguments.call, system, arguments.peer_site), "global_batch": row.batch_on(max(gpus, 1)),
         "length": row.length, "warmup": arguments.warmup, "last_step": steps, "steps": [],
         "caches": "warm" if caches.exists() else "cold", "error": None,
     }  # fmt: skip
@@ -121,14 +93,11 @@ def main() -> None:
     parser.add_argument("--limit", type=float, help="seconds of the whole call: runs that come later are left out")
     arguments = parser.parse_args()
     call_start = time.monotonic()
-    arguments.call = datetime.now().strftime("%Y-%m-%d %H:%M")
+    arguments.call = now()
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for folder in filter(None, [os.environ.get("PYTHONPATH"), arguments.peer_site and str(arguments.peer_site)]):
-        for entry in folder.split(os.pathsep):  # compile packages that were unpacked, as pip does when it installs them
-            compileall.compile_dir(entry, quiet=2, workers=0)
-    file = arguments.out / "results.json"
-    runs = json.loads(file.read_text()) if file.exists() else []
+    compile_packages(os.environ.get("PYTHONPATH"), arguments.peer_site)
+    runs = read(arguments.out)
     for name in arguments.rows:
         for system in arguments.systems:
             seconds_left = (arguments.limit or 1e9) - (time.monotonic() - call_start)
@@ -136,8 +105,7 @@ def main() -> None:
                 print(f"== {name}, {system}: left out, the time is up", flush=True)
                 continue
             run_start = time.monotonic()
-            runs.append(run_one(name, system, arguments, min(arguments.timeout, seconds_left)))
-            file.write_text(json.dumps(runs, indent=1) + "\n")
+            runs = append(arguments.out, run_one(name, system, arguments, min(arguments.timeout, seconds_left)))
             row_cells = " | ".join(cells(runs[-1], summary(runs[-1], runs)))
             print(f"   {row_cells} | {time.monotonic() - run_start:.0f} s in all", flush=True)
     (arguments.out / "results.md").write_text(markdown(runs) + "\n")

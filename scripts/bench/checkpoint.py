@@ -1,0 +1,195 @@
+"""Save of a training checkpoint with its optimizer, and exact resume from it, of a row of the benchmark.
+
+    python scripts/bench/checkpoint.py 30b-pp4 --disk /some/disk --work /some/disk --out DIR
+    python scripts/bench/checkpoint.py tiny --out DIR                       # tries the script, on any machine
+
+A run saves after `--save-after` steps and goes on for `--more`. Another one resumes from that checkpoint and takes the
+same steps again; its losses and gradient norms are compared with those of the run that was not stopped. The files of
+the checkpoint, or the first `--copy-gb` of them, are also copied on the same disk by `cp`. The result is appended to
+DIR/results.json, for report.py. The checkpoint is deleted, since it has the size of the weights and of the optimizer.
+"""
+
+# pyright: reportMissingImports=false
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from make import paths
+from measure import Step, measure
+from megaswift.cli.launch import visible_gpus
+from records import Run, append, compile_packages, heading, now, prepare
+from report import markdown
+from rows import ROWS, Row
+from systems import command, environment, step_of
+
+WRITTEN = re.compile(r"Saved checkpoint-\d+ \(.*, ([\d.]+) s\)")
+
+
+class Place:
+    """Row, its files and its processes."""
+
+    def __init__(self, name: str, work: Path, disk: Path, flags: str, timeout: float):
+        self.row: Row = ROWS[name]
+        self.gpus = min(visible_gpus(), self.row.gpus or 8)
+        if self.gpus < (self.row.gpus or 1) > 1:
+            raise RuntimeError(f"needs {self.row.gpus} GPUs")
+        self.model, self.data = paths(name, work)
+        self.disk, self.flags, self._end = disk, flags, time.perf_counter() + timeout
+        self._environment = environment("ours", work / "caches" / "ours", gpus=self.gpus, site=None)
+
+    @property
+    def seconds_left(self) -> float:
+        return max(1.0, self._end - time.perf_counter())
+
+    def train(self, name: str, lines: int, flags: str, *, iterations: int, checkpoint: Path) -> tuple[list[Step], str]:
+        """Train until so many `lines` of steps and saves are logged and `checkpoint` exists.
+
+        Returns the lines and the command. Raises RuntimeError if the run fails.
+        """
+        out = self.disk / name
+        argv = command(
+            "ours", self.row, self.model, self.data, out, gpus=self.gpus, steps=iterations, site=None,
+            flags=f"{self.flags} {flags}",
+        )  # fmt: skip
+        called = shlex.join(["python", *argv[1:]])
+        print(f"== {name}: {called}", flush=True)
+        steps, error = measure(
+            argv, self._environment, out / "logging.jsonl", self.console_log(name), steps=lines,
+            timeout=self.seconds_left, read=lambda line: line_of(line, self.gpus), is_complete=checkpoint.exists,
+        )  # fmt: skip
+        if error:
+            raise RuntimeError(f"{name}: {error}")
+        return steps, called
+
+    def console_log(self, name: str) -> Path:
+        return self.disk / f"{name}.log"
+
+
+def line_of(line: dict[str, Any], gpus: int) -> Step | None:
+    """Return a step, or {save_wait: seconds for which training waited for a save}."""
+    return {"save_wait": line["save_wait"]} if "save_wait" in line else step_of("ours", line, gpus)
+
+
+def seconds_to_disk(console_log: Path, save_wait: float, *, is_async: bool) -> float:
+    """Return the seconds from the begin of a save until its checkpoint was complete."""
+    printed = WRITTEN.search(console_log.read_text(errors="replace"))
+    if printed is None:
+        raise RuntimeError(f"{console_log} does not say that a checkpoint is saved")
+    # The run prints the seconds after the copy to the host with --async_save, else those for which training waited.
+    return save_wait + float(printed[1]) if is_async else save_wait
+
+
+def copied(folder: Path, destination: Path, limit: float) -> tuple[float, float]:
+    """Copy files of a folder with `cp`, up to `limit` bytes. Return their bytes, and the seconds until they are synced."""
+    files, size = [], 0
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        if files and size + file.stat().st_size > limit:
+            continue
+        files.append(str(file.relative_to(folder)))
+        size += file.stat().st_size
+    destination.mkdir(parents=True)
+    begin = time.perf_counter()
+    subprocess.run(["cp", "--parents", *files, str(destination)], check=True, cwd=folder)
+    subprocess.run(["sync", "--file-system", str(destination)], check=True)
+    seconds = time.perf_counter() - begin
+    shutil.rmtree(destination)
+    return size, seconds
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of the file system of a folder, such as ext4 or tmpfs."""
+    answer = subprocess.run(["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True, check=True)
+    return answer.stdout.strip()
+
+
+def measured(place: Place, *, save_after: int, more: int, is_async: bool, copy_bytes: float) -> Run:
+    """Return the figures of a save and of a resume."""
+    checkpoint, iterations = place.disk / "first" / f"checkpoint-{save_after}", save_after + more + 5
+    save = f"--save_steps {save_after} --async_save {str(is_async).lower()}"
+    lines, called = place.train("first", save_after + more + 1, save, iterations=iterations, checkpoint=checkpoint)
+    first = [line for line in lines if "step" in line]
+    save_wait = next(line["save_wait"] for line in lines if "save_wait" in line)
+    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    shown = {
+        "save_wait": save_wait,
+        "seconds_to_disk": seconds_to_disk(place.console_log("first"), save_wait, is_async=is_async),
+    }
+    size_of_copy, seconds_of_copy = copied(checkpoint, place.disk / "copy", copy_bytes)
+    resume = f"--save_steps 100000 --resume_from_checkpoint {checkpoint}"
+    second, resumed = place.train("second", more, resume, iterations=iterations, checkpoint=checkpoint)
+    again = first[save_after : save_after + more]
+    pairs = [
+        (one[name], other[name]) for one, other in zip(again, second, strict=True) for name in ("loss", "grad_norm")
+    ]
+    return shown | {
+        "command": called,
+        "resume_command": resumed,
+        "steps": first,
+        "resumed_steps": second,
+        "bytes": size,
+        "bytes_of_weights": sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")),
+        "copy": {"bytes": size_of_copy, "seconds": seconds_of_copy},
+        "first_step": first[0]["at"],
+        "first_step_resumed": second[0]["at"],
+        "difference": max(abs(one - other) / max(abs(one), 1e-9) for one, other in pairs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("row", choices=ROWS, metavar="ROW", help="a row of rows.py")
+    parser.add_argument("--out", type=Path, required=True, help="results and logs")
+    parser.add_argument("--work", type=Path, help="models, text and caches, kept between calls; left out: DIR/work")
+    parser.add_argument("--disk", type=Path, help="where checkpoints are written; left out: DIR")
+    parser.add_argument("--save-after", type=int, default=4, help="steps before the save, more than --more + 1")
+    parser.add_argument("--more", type=int, default=2, help="steps after the save, taken again by the resumed run")
+    parser.add_argument("--async", dest="is_async", action="store_true", help="save with --async_save true")
+    parser.add_argument("--copy-gb", type=float, default=40, help="size of the plain copy, at most")
+    parser.add_argument("--flags", default="", help="extra flags of both runs, such as --deterministic_mode true")
+    parser.add_argument("--timeout", type=float, default=540, help="seconds of both runs together, at most")
+    arguments = parser.parse_args()
+    if arguments.save_after <= arguments.more + 1:
+        parser.error("--save-after must be more than --more + 1: else the run saves once more")
+    arguments.out = arguments.out.resolve()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    compile_packages(os.environ.get("PYTHONPATH"))
+    work = (arguments.work or arguments.out / "work").resolve()
+    disk = (arguments.disk or arguments.out).resolve() / f"{arguments.row}-checkpoint"
+    shutil.rmtree(disk, ignore_errors=True)
+    disk.mkdir(parents=True)
+    run: Run = {
+        "kind": "checkpoint", "row": arguments.row, "system": "async" if arguments.is_async else "sync",
+        "flags": arguments.flags, **heading(now()), "file_system": file_system(disk), "error": None,
+    }  # fmt: skip
+    try:
+        prepare(arguments.row, work, arguments.timeout)
+        place = Place(arguments.row, work, disk, arguments.flags, arguments.timeout)
+        run["gpus"] = place.gpus
+        run |= measured(
+            place, save_after=arguments.save_after, more=arguments.more, is_async=arguments.is_async,
+            copy_bytes=arguments.copy_gb * 1e9,
+        )  # fmt: skip
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        run["error"] = str(error)
+    finally:
+        logs = arguments.out / "runs" / f"{disk.name}-{run['system']}"
+        shutil.rmtree(logs, ignore_errors=True)
+        logs.mkdir(parents=True)
+        for log in disk.glob("*.log"):
+            shutil.move(log, logs / log.name)
+        shutil.rmtree(disk, ignore_errors=True)
+    runs = append(arguments.out, run)
+    print(markdown(runs))
+    sys.exit(bool(run["error"]))
+
+
+if __name__ == "__main__":
+    main()
