@@ -88,7 +88,7 @@ def seconds_to_disk(console_log: Path, save_wait: float, *, is_async: bool) -> f
 
 
 def copied(folder: Path, destination: Path, limit: float) -> tuple[float, float]:
-    """Copy files of a folder with `cp`, up to `limit` bytes. Return their bytes, and the seconds until they are synced."""
+    """Copy files of a folder with `cp`, up to `limit` bytes. Return their bytes, and the seconds with the sync."""
     files, size = [], 0
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         if files and size + file.stat().st_size > limit:

@@ -20,6 +20,7 @@ from typing import Any
 
 import pictures
 from configs import special_ids
+from make_rlhf import rows_name, write_rows
 from rows import ROWS, Row
 
 CHATML = (
@@ -70,12 +71,17 @@ Shape = tuple[int, ...]
 
 
 def paths(name: str, work: Path) -> tuple[Path, Path]:
-    """Return the folder of the checkpoint, one for all rows of a model, and the file of the text."""
+    """Return the folder of the checkpoint, one for all rows of a model, and the file of the data."""
     row = ROWS[name]
+    first = next(other for other in ROWS if ROWS[other].config == row.config)
+    data = work / f"{first}-{rows_name(row.rlhf)}.jsonl" if row.rlhf else text_file(row, work)
+    return work / first, data
+
+
+def text_file(row: Row, work: Path) -> Path:
     kind = ["text"] if row.pictures is None else ["pictures", *row.pictures]
     parts = [*kind, *filter(None, [row.document_tokens, row.documents])]
-    first = next(other for other in ROWS if ROWS[other].config == row.config)
-    return work / first, work / f"{'-'.join(map(str, parts))}.jsonl"
+    return work / f"{'-'.join(map(str, parts))}.jsonl"
 
 
 def make(row: Row, folder: Path, data: Path) -> None:
@@ -325,5 +331,16 @@ def write_weights(folder: Path, config: dict[str, Any]) -> None:
     (folder / "generation_config.json").write_text(json.dumps(token_ids))
 
 
+def main(name: str, work: Path) -> None:
+    row, (folder, data) = ROWS[name], paths(name, work)
+    if row.rlhf is None:
+        make(row, folder, data)
+        return
+    text = text_file(row, work)
+    make(row, folder, text)
+    if not data.exists():
+        write_rows(data, text, folder, row.rlhf)
+
+
 if __name__ == "__main__":
-    make(ROWS[sys.argv[1]], *paths(sys.argv[1], Path(sys.argv[2])))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -107,7 +107,7 @@ def checks(runs: list[Run]) -> list[Check]:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for run in latest_runs(runs):
-            is_training = "kind" not in run and run["system"] not in PEERS
+            is_training = "kind" not in run and run["system"] not in PEERS and not ROWS[run["row"]].rlhf
             if is_training and not run["error"] and run["gpus"] and measured_steps(run):
                 with suppress(UnplannedRunError):
                     results.append(check(run, Path(folder)))

@@ -12,6 +12,16 @@ LORA = "--tuner_type lora --merge_lora false"
 
 
 @dataclass(frozen=True)
+class Rlhf:
+    """Task of `megatron rlhf`, with rows of equal lengths, and without packs: a sample is a pair or a completion."""
+
+    kind: str  # --rlhf_type
+    prompt: int  # tokens, as those of an answer without the turn's own
+    answer: int
+    flags: str = ""  # of every system
+
+
+@dataclass(frozen=True)
 class Row:
     """Model of a real shape with random weights, its layout, and its targets."""
 
@@ -26,6 +36,8 @@ class Row:
     document_tokens: int | None = None  # tokens of a document, about: chats are joined; None: single chats
     pictures: tuple[int, int] | None = None  # least and most visual tokens of a picture; None: text alone
     layout: str = ""  # flags of every system
+    rlhf: Rlhf | None = None  # None: supervised. Else the batches count samples, and `length` is that of one
+    warmup: int = 3  # the first steps, which do not count
     peer: str = ""  # extra flags of the peer that its documentation recommends for speed
     min_speedup: dict[str, float] = field(default_factory=dict)  # system -> lowest speed relative to its baseline
     mfu: float | None = None  # lowest MFU
@@ -41,6 +53,8 @@ QWEN3_30B = QWEN3_MOE | {"num_hidden_layers": 48}
 QWEN3_MEDIUM = QWEN3 | SIZES["1.7b"] | TIED
 QWEN3_VL_4B = qwen3_vl(QWEN3 | SIZES["4b"] | TIED, TOWERS["4b"])
 QWEN3_VL_MOE = qwen3_vl(QWEN3_MOE | {"num_hidden_layers": 8}, TOWERS["30b"])
+DPO = Rlhf("dpo", 1000, 1024, "--beta 0.1")
+GRPO = Rlhf("grpo", 256, 512)
 FROZEN = "--freeze_vit true --freeze_aligner true"
 TRAINED = "--freeze_vit false --freeze_aligner false"
 PICTURES = (256, 1024)
@@ -326,6 +340,21 @@ ROWS = {
         peer="--moe_permute_fusion true --vit_gradient_checkpointing false",
         min_speedup={"ours": 3.0},
     ),
+    # Pairs of prompts of 1,000 tokens with two answers of 1,024: both sequences count, also where the prompt is shared.
+    "8b-dpo": Row(
+        "Qwen3-8B, DPO", QWEN3 | SIZES["8b"], 2, 8, gpus=None, steps=8, length=4096, layout=OVERLAP, rlhf=DPO
+    ),
+    "8b-dpo-mb1": Row(
+        "Qwen3-8B, DPO, micro batch of one pair",
+        QWEN3 | SIZES["8b"],
+        1,
+        8,
+        gpus=None,
+        steps=8,
+        length=4096,
+        layout=OVERLAP,
+        rlhf=DPO,
+    ),
     # Rows that vary what `megatron plan` estimates. An H100 holds them, some with LoRA only.
     "0.6b-mb8": Row("Qwen3-0.6B, micro batch of eight packs", QWEN3_SMALL, 8, 32),
     "0.6b-32k": Row("Qwen3-0.6B, packs of 32,768", QWEN3_SMALL, 1, 4, length=32_768),
@@ -376,6 +405,16 @@ ROWS = {
         layout=RECOMPUTE,
     ),
     "tiny": Row("tiny, to try the script", QWEN3 | SIZES["tiny"], 1, 4, steps=4, length=512, documents=120),
+    "tiny-dpo": Row(
+        "tiny, DPO",
+        QWEN3 | SIZES["tiny"],
+        1,
+        4,
+        steps=4,
+        length=400,
+        documents=120,
+        rlhf=Rlhf("dpo", 100, 100, DPO.flags),
+    ),
     "vl-tiny": Row(
         "tiny, with pictures",
         qwen3_vl(QWEN3 | SIZES["tiny"], TOWERS["tiny"]),

@@ -47,7 +47,8 @@ def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: floa
     result: dict[str, Any] = {
         "row": name, "system": system, "flags": "" if system in PEERS else arguments.flags, "gpus": gpus,
         **heading(arguments.call, system, arguments.peer_site), "global_batch": row.batch_on(max(gpus, 1)),
-        "length": row.length, "warmup": arguments.warmup, "last_step": steps, "steps": [],
+        "length": row.length, "last_step": steps, "steps": [],
+        "warmup": row.warmup if arguments.warmup is None else arguments.warmup,
         "caches": "warm" if caches.exists() else "cold", "error": None,
     }  # fmt: skip
     is_traced = arguments.profile and system not in PEERS
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="results, logs, and what the runs write")
     parser.add_argument("--work", type=Path, help="models, text and caches, kept between calls; left out: DIR/work")
     parser.add_argument("--steps", type=int, help="measured up to this step; left out: the row's own number")
-    parser.add_argument("--warmup", type=int, default=3, help="the first steps, which do not count")
+    parser.add_argument("--warmup", type=int, help="first steps, which do not count; left out: the row's own number")
     parser.add_argument("--peer-site", type=Path)
     parser.add_argument("--flags", default="")
     parser.add_argument("--profile", action="store_true")

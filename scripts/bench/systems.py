@@ -31,13 +31,13 @@ PEER = (
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn-4", "triton", "transformers")
 
 
-def peer_script(site: Path | None) -> Path:
-    """Return ms-swift's training script, in `site` or the installed package. Raises FileNotFoundError."""
+def peer_script(site: Path | None, task: str) -> Path:
+    """Return ms-swift's script of a task, in `site` or the installed package. Raises FileNotFoundError."""
     package = site or next(
         map(Path, (importlib.util.find_spec("swift") or _missing()).submodule_search_locations or [])
     )
     script = package / "swift" if site else package
-    script = script / "cli" / "_megatron" / "sft.py"
+    script = script / "cli" / "_megatron" / f"{task}.py"
     return script if script.exists() else _missing()
 
 
@@ -49,17 +49,25 @@ def command(
     system: str, row: Row, model: Path, data: Path, out: Path, *, gpus: int, steps: int, site: Path | None, flags: str
 ) -> list[str]:
     """Return the argv of a run that writes `out`/logging.jsonl. flags: extra flags for megaswift"""
-    common = f"--model {model} --dataset {data} --packing true --max_length {row.length} --output_dir {out} "
+    task, sizes = ("rlhf", rlhf_flags(row)) if row.rlhf else ("sft", f"--packing true --max_length {row.length}")
+    common = f"--model {model} --dataset {data} {sizes} --output_dir {out} "
     common += f"--micro_batch_size {row.micro_batch} --global_batch_size {row.batch_on(gpus)} --train_iters {steps} "
     common += f"--add_version false --logging_steps 1 --save_steps 100000 {LEARNING} {row.layout}"
     if system not in PEERS:
-        return [sys.executable, "-m", "megaswift.cli.main", "megatron", "sft", *_words(common, VARIANTS[system], flags)]
+        return [sys.executable, "-m", "megaswift.cli.main", "megatron", task, *_words(common, VARIANTS[system], flags)]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus or 1}", f"--master_port={port}"]
     kind = f"--model_type {row.config['model_type']} --template {'qwen3_vl' if row.pictures else 'chatml'}"
-    return [*launch, str(peer_script(site)), *_words(common, kind, PEER, PEERS[system], row.peer)]
+    return [*launch, str(peer_script(site, task)), *_words(common, kind, PEER, PEERS[system], row.peer)]
+
+
+def rlhf_flags(row: Row) -> str:
+    """Return the flags of the task, without packs."""
+    assert row.rlhf
+    # Of both sequences of a pair in megaswift, of each in ms-swift: no row is as long.
+    return f"--rlhf_type {row.rlhf.kind} {row.rlhf.flags} --packing false --max_length {row.length * 5 // 4}"
 
 
 def _words(*texts: str) -> list[str]:

@@ -170,7 +170,7 @@ def test_both_systems_get_the_same_work(tmp_path):
     assert theirs["--moe_permute_fusion"] == "true"
     assert (ours["--global_batch_size"], ours["--expert_model_parallel_size"]) == ("32", "8")
     with pytest.raises(FileNotFoundError, match="pip install ms-swift"):
-        systems.peer_script(tmp_path)
+        systems.peer_script(tmp_path, "sft")
     for name in ("peer", "ours"):
         path = systems.environment(name, tmp_path, gpus=2, site=site).get("PYTHONPATH", "").split(":")
         assert (str(site) in path) == (name == "peer")
@@ -201,8 +201,10 @@ def test_our_flags_are_known(variant, tmp_path):
 
     for row in ROWS.values():
         words = systems.command(variant, row, tmp_path, tmp_path, tmp_path, gpus=8, steps=9, site=None, flags="")
-        options, *_ = read_options("megatron", words[words.index("sft") :])
-        assert (options.data.packing, options.data.max_length, options.logging.logging_steps) == (True, row.length, 1)
+        options, *_ = read_options("megatron", words[words.index("megatron") + 1 :])
+        length = row.length * 5 // 4 if row.rlhf else row.length
+        data = options.data
+        assert (data.packing, data.max_length, options.logging.logging_steps) == (not row.rlhf, length, 1)
 
 
 def test_lines_of_both_logs():
