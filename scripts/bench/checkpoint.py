@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from disk import copied, file_system, files_of, keep_logs, size_of
 from make import paths
 from measure import Step, measure
 from megaswift.cli.launch import visible_gpus
@@ -87,29 +88,6 @@ def seconds_to_disk(console_log: Path, save_wait: float, *, is_async: bool) -> f
     return save_wait + float(printed[1]) if is_async else save_wait
 
 
-def copied(folder: Path, destination: Path, limit: float) -> tuple[float, float]:
-    """Copy files of a folder with `cp`, up to `limit` bytes. Return their bytes, and the seconds with the sync."""
-    files, size = [], 0
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
-        if files and size + file.stat().st_size > limit:
-            continue
-        files.append(str(file.relative_to(folder)))
-        size += file.stat().st_size
-    destination.mkdir(parents=True)
-    begin = time.perf_counter()
-    subprocess.run(["cp", "--parents", *files, str(destination)], check=True, cwd=folder)
-    subprocess.run(["sync", "--file-system", str(destination)], check=True)
-    seconds = time.perf_counter() - begin
-    shutil.rmtree(destination)
-    return size, seconds
-
-
-def file_system(folder: Path) -> str:
-    """Return the type of the file system of a folder, such as ext4 or tmpfs."""
-    answer = subprocess.run(["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True, check=True)
-    return answer.stdout.strip()
-
-
 def measured(place: Place, *, save_after: int, more: int, is_async: bool, copy_bytes: float) -> Run:
     """Return the figures of a save and of a resume."""
     checkpoint, iterations = place.disk / "first" / f"checkpoint-{save_after}", save_after + more + 5
@@ -117,12 +95,11 @@ def measured(place: Place, *, save_after: int, more: int, is_async: bool, copy_b
     lines, called = place.train("first", save_after + more + 1, save, iterations=iterations, checkpoint=checkpoint)
     first = [line for line in lines if "step" in line]
     save_wait = next(line["save_wait"] for line in lines if "save_wait" in line)
-    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     shown = {
         "save_wait": save_wait,
         "seconds_to_disk": seconds_to_disk(place.console_log("first"), save_wait, is_async=is_async),
     }
-    size_of_copy, seconds_of_copy = copied(checkpoint, place.disk / "copy", copy_bytes)
+    copy = copied(checkpoint, place.disk / "copy", copy_bytes)
     resume = f"--save_steps 100000 --resume_from_checkpoint {checkpoint}"
     second, resumed = place.train("second", more, resume, iterations=iterations, checkpoint=checkpoint)
     again = first[save_after : save_after + more]
@@ -134,9 +111,9 @@ def measured(place: Place, *, save_after: int, more: int, is_async: bool, copy_b
         "resume_command": resumed,
         "steps": first,
         "resumed_steps": second,
-        "bytes": size,
-        "bytes_of_weights": sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")),
-        "copy": {"bytes": size_of_copy, "seconds": seconds_of_copy},
+        "bytes": size_of(files_of(checkpoint)),
+        "bytes_of_weights": size_of(checkpoint.glob("*.safetensors")),
+        "copy": copy,
         "first_step": first[0]["at"],
         "first_step_resumed": second[0]["at"],
         "difference": max(abs(one - other) / max(abs(one), 1e-9) for one, other in pairs),
@@ -180,12 +157,7 @@ def main() -> None:
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         run["error"] = str(error)
     finally:
-        logs = arguments.out / "runs" / f"{disk.name}-{run['system']}"
-        shutil.rmtree(logs, ignore_errors=True)
-        logs.mkdir(parents=True)
-        for log in disk.glob("*.log"):
-            shutil.move(log, logs / log.name)
-        shutil.rmtree(disk, ignore_errors=True)
+        keep_logs(disk, arguments.out / "runs" / f"{disk.name}-{run['system']}")
     runs = append(arguments.out, run)
     print(markdown(runs))
     sys.exit(bool(run["error"]))

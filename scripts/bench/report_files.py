@@ -85,4 +85,24 @@ def checkpoint_cells(run: Run) -> list[str]:
     ]
 
 
-KINDS = [("checkpoint", CHECKPOINT_COLUMNS, checkpoint_cells)]
+def conversion_cells(run: Run) -> list[str]:
+    size, copy = run["bytes"], run["copy"]
+    parts = []
+    for part in (run["to_mcore"], run["to_hf"]):
+        seconds = part["reading"] + part["writing"]
+        rate = f"{size / max(seconds, 0.1) / 1e9:.2f} GB/s"  # the seconds are printed in tenths
+        parts.append(f"{rate}: {part['reading']:.1f} + {part['writing']:.1f} s; command {part['seconds']:.0f} s")
+    return [
+        title_of(run),
+        str(run["gpus"]),
+        run["system"],
+        f"{size / 1e9:.1f}",
+        f"{run['file_system']}, {'warm' if run['is_warm'] else 'cold'}",
+        f"{copy['bytes'] / copy['seconds'] / 1e9:.2f} GB/s",
+        *parts,
+        "all bytes",
+    ]
+
+
+CONVERSION_COLUMNS = ["model", "GPUs", "by", "GB", "files", "`cp`", "to megatron-core: read + write", "back", "equal"]
+KINDS = [("conversion", CONVERSION_COLUMNS, conversion_cells), ("checkpoint", CHECKPOINT_COLUMNS, checkpoint_cells)]

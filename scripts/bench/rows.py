@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs import GPT_OSS_20B, QWEN3, QWEN3_MOE, SIZES, TIED, TOWERS, qwen3_vl
+from configs import GPT_OSS_20B, QWEN3, QWEN3_235B, QWEN3_MOE, SIZES, TIED, TOWERS, qwen3_vl
 
 OVERLAP = "--overlap_grad_reduce true --overlap_param_gather true"
 RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
@@ -354,6 +354,15 @@ ROWS = {
         length=4096,
         layout=OVERLAP,
         rlhf=DPO,
+    ),
+    # For conversion.py, since no machine of four GPUs trains it: 22 GB.
+    "235b-4": Row(
+        "Qwen3-235B-A22B, 4 layers",
+        QWEN3_235B | {"num_hidden_layers": 4},
+        1,
+        8,
+        gpus=4,
+        layout="--expert_model_parallel_size 4",
     ),
     # Rows that vary what `megatron plan` estimates. An H100 holds them, some with LoRA only.
     "0.6b-mb8": Row("Qwen3-0.6B, micro batch of eight packs", QWEN3_SMALL, 8, 32),
