@@ -118,7 +118,7 @@ def differences(one: Path, other: Path) -> list[str]:
             return False
         # numpy compares without the interpreter's lock.
         arrays = [np.frombuffer(maps[tensor.file], np.uint8, tensor.size, tensor.begin) for tensor in pair if tensor]
-        return np.array_equal(*arrays)
+        return np.array_equal(arrays[0], arrays[1])
 
     names = sorted(places[0].keys() | places[1].keys())
     with ThreadPoolExecutor(WRITERS) as pool:

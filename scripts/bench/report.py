@@ -29,6 +29,8 @@ import pictures
 from megaswift.bridge.families import family_of
 from megaswift.tasks.observability.flops import VisionFlops, peak_flops
 from report_files import tables
+from report_rollouts import COLUMNS as ROLLOUT_COLUMNS
+from report_rollouts import rollout_cells
 from rows import BASELINES, MIN_SPEEDUPS, ROWS, SYSTEMS, TRAINED, Row
 
 Run = dict[str, Any]
@@ -36,7 +38,15 @@ BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 COLUMNS = ["model", "GPUs", "system", "s/step", "tokens/s/GPU", "real", "TFLOP/s/GPU", "MFU", "memory", "first step"]
 COLUMNS += ["speed (target)"]
 VISUAL_COLUMNS = [*COLUMNS[:6], "visual", "images/s/GPU", "tower", *COLUMNS[6:]]
+TABLES = {"text": COLUMNS, "pictures": VISUAL_COLUMNS, "rollouts": ROLLOUT_COLUMNS}
 NAMES = {"ours": "megaswift", "peer": "ms-swift", "peer-flash": "ms-swift, flash"}
+
+
+def table_of(row: Row) -> str:
+    """Return the name of a row's table."""
+    if row.rlhf and row.rlhf.kind == "grpo":
+        return "rollouts"
+    return "pictures" if row.pictures else "text"
 
 
 def name_of(run: Run) -> str:
@@ -155,8 +165,8 @@ def markdown(runs: list[Run]) -> str:
     latest = latest_runs(runs)
     all_runs, runs = [run for run in runs if "kind" not in run], [run for run in latest if "kind" not in run]
     lines: list[str] = []
-    for columns, has_pictures in ((COLUMNS, False), (VISUAL_COLUMNS, True)):
-        runs_of_table = [run for run in runs if bool(ROWS[run["row"]].pictures) == has_pictures]
+    for table, columns in TABLES.items():
+        runs_of_table = [run for run in runs if table_of(ROWS[run["row"]]) == table]
         if not runs_of_table:
             continue
         lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -171,8 +181,11 @@ def markdown(runs: list[Run]) -> str:
 def cells(run: Run, figures: dict[str, Any]) -> list[str]:
     row = ROWS[run["row"]]
     if "error" in figures:
-        empty = len(VISUAL_COLUMNS if row.pictures else COLUMNS) - 4
+        empty = len(TABLES[table_of(row)]) - 4
         return [figures["error"].partition(": Train")[0].replace("|", "/")[:120], *[""] * empty]
+    if table_of(row) == "rollouts":
+        samples, gpus = run["global_batch"], max(run["gpus"], 1)
+        return rollout_cells(figures, measured_steps(run), samples=samples, gpus=gpus)
     speed = ""
     if "ratio" in figures:
         bound = f" ({figures['least']})" if figures["least"] and not run["flags"] else ""

@@ -7,13 +7,14 @@ from configs import GPT_OSS_20B, QWEN3, QWEN3_235B, QWEN3_MOE, SIZES, TIED, TOWE
 
 OVERLAP = "--overlap_grad_reduce true --overlap_param_gather true"
 RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+RECOMPUTE_HALF = "--recompute_granularity full --recompute_method block --recompute_num_layers 6"
 BF16_MOMENTS = "--use_precision_aware_optimizer true --exp_avg_dtype bf16 --exp_avg_sq_dtype bf16"
 LORA = "--tuner_type lora --merge_lora false"
 
 
 @dataclass(frozen=True)
 class Rlhf:
-    """Task of `megatron rlhf`, with rows of equal lengths, and without packs: a sample is a pair or a completion."""
+    """Task of `megatron rlhf` on rows of equal lengths."""
 
     kind: str  # --rlhf_type
     prompt: int  # tokens, as those of an answer without the turn's own
@@ -53,8 +54,15 @@ QWEN3_30B = QWEN3_MOE | {"num_hidden_layers": 48}
 QWEN3_MEDIUM = QWEN3 | SIZES["1.7b"] | TIED
 QWEN3_VL_4B = qwen3_vl(QWEN3 | SIZES["4b"] | TIED, TOWERS["4b"])
 QWEN3_VL_MOE = qwen3_vl(QWEN3_MOE | {"num_hidden_layers": 8}, TOWERS["30b"])
-DPO = Rlhf("dpo", 1000, 1024, "--beta 0.1")
-GRPO = Rlhf("grpo", 256, 512)
+DPO = Rlhf("dpo", 1000, 1024, "--beta 0.1 --packing false")
+# Rewards do not depend on the text. Answers of random weights end by their length: one in 150,000 tokens ends them.
+ROLLOUTS = "--reward_funcs coin --beta 0 --packing true"
+GRPO = Rlhf(
+    "grpo",
+    256,
+    512,
+    f"{ROLLOUTS} --packing_length 4096 --num_generations 8 --max_completion_length 512 --vllm_max_model_len 1024",
+)
 FROZEN = "--freeze_vit true --freeze_aligner true"
 TRAINED = "--freeze_vit false --freeze_aligner false"
 PICTURES = (256, 1024)
@@ -355,6 +363,61 @@ ROWS = {
         layout=OVERLAP,
         rlhf=DPO,
     ),
+    # 64 prompts of 256 tokens with 8 answers of 512 each. vLLM is in the processes, which train while it sleeps, or
+    # servers are on the last GPUs. All weights, with the optimizer's state on the GPUs, or adapters, sent merged.
+    "30b-grpo": Row(
+        "Qwen3-30B-A3B, GRPO, PP4, vLLM TP2 in the processes",
+        QWEN3_30B,
+        1,
+        512,
+        gpus=4,
+        steps=4,
+        warmup=1,
+        length=768,
+        layout="--pipeline_model_parallel_size 4 --decoder_first_pipeline_num_layers 12 "
+        f"--decoder_last_pipeline_num_layers 10 {BF16_MOMENTS} {RECOMPUTE_HALF} "
+        "--use_vllm true --vllm_mode colocate --vllm_tensor_parallel_size 2",
+        rlhf=GRPO,
+    ),
+    "30b-grpo-server": Row(
+        "Qwen3-30B-A3B, GRPO, PP3, a server on one GPU",
+        QWEN3_30B,
+        1,
+        512,
+        gpus=4,
+        steps=4,
+        warmup=1,
+        length=768,
+        layout=f"--pipeline_model_parallel_size 3 {BF16_MOMENTS} --main_params_dtype fp16 {RECOMPUTE} "
+        "--use_vllm true --rollout_num_gpus 1",
+        rlhf=GRPO,
+    ),
+    "30b-grpo-lora": Row(
+        "Qwen3-30B-A3B, GRPO, LoRA, EP4, vLLM TP2 in the processes",
+        QWEN3_30B,
+        1,
+        512,
+        gpus=4,
+        steps=4,
+        warmup=1,
+        length=768,
+        layout=f"{LORA} --expert_model_parallel_size 4 "
+        "--use_vllm true --vllm_mode colocate --vllm_tensor_parallel_size 2",
+        rlhf=GRPO,
+    ),
+    "30b-grpo-server-lora": Row(
+        "Qwen3-30B-A3B, GRPO, LoRA, EP2, a server on two GPUs",
+        QWEN3_30B,
+        1,
+        512,
+        gpus=4,
+        steps=4,
+        warmup=1,
+        length=768,
+        layout=f"{LORA} --expert_model_parallel_size 2 "
+        "--use_vllm true --rollout_num_gpus 2 --vllm_tensor_parallel_size 2",
+        rlhf=GRPO,
+    ),
     # For conversion.py, since no machine of four GPUs trains it: 22 GB.
     "235b-4": Row(
         "Qwen3-235B-A22B, 4 layers",
@@ -423,6 +486,17 @@ ROWS = {
         length=400,
         documents=120,
         rlhf=Rlhf("dpo", 100, 100, DPO.flags),
+    ),
+    "tiny-grpo": Row(
+        "tiny, GRPO",
+        QWEN3 | SIZES["tiny"],
+        1,
+        16,
+        steps=3,
+        warmup=1,
+        length=48,
+        documents=120,
+        rlhf=Rlhf("grpo", 32, 16, f"{ROLLOUTS} --packing_length 256 --num_generations 4 --max_completion_length 16"),
     ),
     "vl-tiny": Row(
         "tiny, with pictures",

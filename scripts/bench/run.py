@@ -9,6 +9,7 @@ killed after its last step, so that no checkpoint is saved. Each run is appended
 the table. A failed run is a row with its error.
 
 `--peer-site`: a folder with ms-swift's packages, used by its runs only. Default: the installed ms-swift.
+`--engine-site`: a folder with vLLM's packages, used by megaswift behind its own. Default: the installed vLLM.
 `--flags`: extra flags for megaswift, for trials: `--flags="--apply_rope_fusion false"`.
 `--profile`: megaswift runs three more steps, of which two are traced, to DIR/runs/*/out/profile.
 """
@@ -67,7 +68,7 @@ def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: floa
         caches.mkdir(parents=True, exist_ok=True)
         result["steps"], result["error"] = measure(
             argv,
-            environment(system, caches, gpus=gpus, site=arguments.peer_site),
+            environment(system, caches, gpus=gpus, site=arguments.peer_site, engine_site=arguments.engine_site),
             folder / "out" / "logging.jsonl",
             folder / "printed.log",
             steps=steps + 3 if is_traced else steps,
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="measured up to this step; left out: the row's own number")
     parser.add_argument("--warmup", type=int, help="first steps, which do not count; left out: the row's own number")
     parser.add_argument("--peer-site", type=Path)
+    parser.add_argument("--engine-site", type=Path)
     parser.add_argument("--flags", default="")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--timeout", type=float, default=300, help="seconds of a run, at most")
@@ -97,7 +99,7 @@ def main() -> None:
     arguments.call = now()
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    compile_packages(os.environ.get("PYTHONPATH"), arguments.peer_site)
+    compile_packages(os.environ.get("PYTHONPATH"), arguments.peer_site, arguments.engine_site)
     runs = read(arguments.out)
     for name in arguments.rows:
         for system in arguments.systems:

@@ -28,7 +28,9 @@ PEER = (
     "--cross_entropy_loss_fusion true --gradient_accumulation_fusion false --load_from_cache_file false "
     "--dataset_num_proc 8 --dataloader_num_workers 4 --no_save_optim true --no_save_rng true"
 )
+COIN = Path(__file__).with_name("coin_reward.py")
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn-4", "triton", "transformers")
+ROLLOUT_METRICS = "timing_s/", "weight_sync/", "memory/", "completions/mean_length", "sampling/"  # prefixes in the log
 
 
 def peer_script(site: Path | None, task: str) -> Path:
@@ -55,6 +57,8 @@ def command(
     common += f"--add_version false --logging_steps 1 --save_steps 100000 {LEARNING} {row.layout}"
     if system not in PEERS:
         return [sys.executable, "-m", "megaswift.cli.main", "megatron", task, *_words(common, VARIANTS[system], flags)]
+    if row.rlhf and row.rlhf.kind == "grpo":
+        raise RuntimeError("rows of GRPO have no command of ms-swift")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -64,18 +68,24 @@ def command(
 
 
 def rlhf_flags(row: Row) -> str:
-    """Return the flags of the task, without packs."""
+    """Return the flags of the task. No row of the data is as long as --max_length, which bounds prompts in GRPO."""
     assert row.rlhf
-    # Of both sequences of a pair in megaswift, of each in ms-swift: no row is as long.
-    return f"--rlhf_type {row.rlhf.kind} {row.rlhf.flags} --packing false --max_length {row.length * 5 // 4}"
+    plugins = f"--external_plugins {COIN}" if row.rlhf.kind == "grpo" else ""
+    # Of DPO's pairs megaswift bounds both sequences together, ms-swift each.
+    return f"--rlhf_type {row.rlhf.kind} {row.rlhf.flags} {plugins} --max_length {row.length * 5 // 4}"
 
 
 def _words(*texts: str) -> list[str]:
     return " ".join(texts).split()
 
 
-def environment(system: str, caches: Path, *, gpus: int, site: Path | None) -> dict[str, str]:
-    """Return the environment of a run: the first GPUs, no network, and separate caches."""
+def environment(
+    system: str, caches: Path, *, gpus: int, site: Path | None, engine_site: Path | None = None
+) -> dict[str, str]:
+    """Return the environment of a run: the first GPUs, no network, and separate caches.
+
+    engine_site: packages of vLLM, behind those of training
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(number) for number in range(gpus)]
     variables = {
@@ -88,6 +98,7 @@ def environment(system: str, caches: Path, *, gpus: int, site: Path | None) -> d
         "MODELSCOPE_CACHE": str(caches / "modelscope"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
     }
     if system in PEERS:
         folders = [str(site) if site else None, os.environ.get("PYTHONPATH")]
@@ -95,6 +106,8 @@ def environment(system: str, caches: Path, *, gpus: int, site: Path | None) -> d
         if system == "peer-flash" and not has_package:
             folders.insert(0, str(write_flash_attn(caches / "flash_attn")))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    elif engine_site:
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(engine_site)]))
     # With PYTHONDONTWRITEBYTECODE every process would compile PyTorch's sources again.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return inherited | variables
@@ -108,6 +121,7 @@ def step_of(system: str, line: dict[str, Any], gpus: int) -> dict[str, Any] | No
     tokens: without padding, of all GPUs, since the start
     flops: of the step, by megaswift/tasks/observability/flops.py
     images, visual_tokens, vision_share: of the step; the share of the vision tower in its time
+    timing_s/..., weight_sync/..., and others: of a step of GRPO
     """
     if "loss" not in line:
         return None
@@ -121,7 +135,7 @@ def step_of(system: str, line: dict[str, Any], gpus: int) -> dict[str, Any] | No
             "own_clock": step * line["train_speed(s/it)"],  # seconds since the training began
         }
     names = ("step", "loss", "grad_norm", "memory_gib", "tokens", "images", "visual_tokens", "vision_share")
-    fields = {name: line[name] for name in names if name in line}
+    fields = {name: line[name] for name in line if name in names or name.startswith(ROLLOUT_METRICS)}
     return fields | {"flops": line["tflops_per_gpu"] * 1e12 * line["seconds_per_step"] * max(gpus, 1)}
 
 

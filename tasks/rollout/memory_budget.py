@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ...bridge.model.model import Model
 from ..distributed.collectives import all_gather_objects
 from ..options.rollout import EngineOptions
+from ..plan.workload import TYPE_BYTES
 from ..run.context import Run
 from ..system.memory import GIB
 
@@ -111,6 +112,10 @@ def _state_bytes(parameter: torch.nn.Parameter, options: Any, groups: ProcessGro
     is_matrix = parameter.ndim > 1 and not getattr(parameter, "is_embedding_or_output_parameter", False)
     has_two_moments = optimizer == "adam" or (optimizer != "sgd" and not is_matrix)  # else Muon's matrix, or SGD
     state = (8 if has_two_moments else 4) + 4 * (parameter.dtype != torch.float32)
+    if optimizer == "adam":
+        names = ["exp_avg_dtype", "exp_avg_sq_dtype"] + ["main_params_dtype"] * (parameter.dtype != torch.float32)
+        on_gpu = 1 - options.optimizer.optimizer_cpu_offload * options.optimizer.optimizer_offload_fraction
+        state = on_gpu * sum(TYPE_BYTES[getattr(options.optimizer, name)] for name in names)
     if not options.build.use_distributed_optimizer and optimizer != "dist_muon":
         return state
     if _is_expert(parameter):

@@ -8,6 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 import make
+import report
 import systems
 from rows import ROWS
 
@@ -58,3 +59,54 @@ def test_both_systems_get_the_same_pairs(tmp_path):
     assert [ours[f"--{name}"] for name in ("rlhf_type", "packing", "micro_batch_size", "global_batch_size")] == [
         "dpo", "false", "2", "32",
     ]  # fmt: skip
+
+
+def test_prompts_are_as_long_as_said(work):
+    from transformers import AutoTokenizer
+
+    make.main("tiny-grpo", work)
+    folder, data = make.paths("tiny-grpo", work)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+    lengths = {len(tokenizer(turn["content"])["input_ids"]) for (turn,) in rows}
+    assert 28 <= min(lengths) <= max(lengths) <= 36
+    with pytest.raises(RuntimeError, match="no command of ms-swift"):
+        systems.command("peer", ROWS["30b-grpo"], folder, data, folder, gpus=4, steps=1, site=None, flags="")
+
+
+def test_vllms_packages_are_behind_those_of_training(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/training")
+    for system, expected in (("ours", f"/training:{tmp_path}"), ("peer", "/training")):
+        environment = systems.environment(system, tmp_path, gpus=1, site=None, engine_site=tmp_path)
+        assert environment["PYTHONPATH"] == expected
+
+
+def test_the_phases_of_a_step_by_hand():
+    line = {"loss": 0.1, "grad_norm": 1.0, "memory_gib": 110.5, "tflops_per_gpu": 1.0, "seconds_per_step": 20.0}
+    line |= {
+        "timing_s/gen": 9.0,
+        "timing_s/update_weights": 1.5,
+        "timing_s/reward": 0.25,
+        "timing_s/old_log_prob": 0.001,
+    }
+    line |= {"weight_sync/gb": 61.06, "weight_sync/gb_per_s": 40.7, "completions/mean_length": 500.0}
+    line |= {"memory/train_gib": 120.2, "memory/generate_gib": 131.0, "sampling/sampling_logp_difference/mean": 0.02}
+    steps = []
+    for step in range(1, 5):
+        parsed = systems.step_of("ours", line | {"step": step, "tokens": 400_000 * step, "reward": 0.5}, gpus=4)
+        assert parsed
+        assert "reward" not in parsed
+        steps.append(parsed | {"at": 60.0 + 20 * step})
+    steps[0] |= {"at": 75.0, "timing_s/gen": 30.0}
+    run = {"row": "30b-grpo", "system": "ours", "flags": "", "gpus": 4, "call": "2026-01-02 03:04", "called": "run"}
+    run |= {"device": "NVIDIA H200", "versions": {}, "global_batch": 512, "length": 768, "warmup": 1, "last_step": 4}
+    run |= {"steps": steps, "caches": "cold", "error": None}
+    text = report.markdown([run])
+    cells = [cell.strip() for cell in text.splitlines()[2].strip("|").split("|")]
+    assert len(cells) == len(report.TABLES["rollouts"])
+    assert cells[1:] == [
+        "4", "megaswift", "20.00", "9.00 s", "1.50 s: 61.1 GB, 40.7 GB/s", "reward 0.25", "9.25 s", "5,000", "3,200",
+        "120, 131, 110.5 GiB", "0.02 apart", "75 s",
+    ]  # fmt: skip
+    failed = report.markdown([run | {"error": "out of memory"}]).splitlines()[2]
+    assert failed.count("|") == text.splitlines()[2].count("|")

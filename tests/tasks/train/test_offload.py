@@ -1,6 +1,8 @@
 """Memory that leaves and comes back: storages without bytes, views that stay; what vLLM is given beside a trainer."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -8,7 +10,7 @@ import torch
 from megaswift.bridge.option_groups import compose
 from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.options.rollout import EngineOptions
-from megaswift.tasks.rollout.memory_budget import EngineMemoryBudget, MemoryNeeds, memory_budget
+from megaswift.tasks.rollout.memory_budget import EngineMemoryBudget, MemoryNeeds, _state_bytes, memory_budget
 from megaswift.tasks.rollout.scoring_client import FLAG
 from megaswift.tasks.rollout.server_connection import ClientSettings, ServerConnection
 from megaswift.tasks.system.memory import GIB, oom_hints
@@ -94,6 +96,24 @@ def test_beside_an_engine_that_never_sleeps_a_step_has_its_memory_too() -> None:
     )
     assert awake.share * GUIDE.total + GUIDE.used + GUIDE.optimizer + GUIDE.gradients < 0.75 * GUIDE.total
     assert awake.share < asleep.share
+
+
+@pytest.mark.parametrize(
+    ("flags", "of_bf16", "of_fp32"),
+    [
+        ({}, 12, 8),
+        ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 8, 4),
+        ({"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8", "main_params_dtype": "fp16"}, 4, 2),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}, 3, 2),
+    ],
+)
+def test_the_optimizers_state_is_counted_in_its_types(flags, of_bf16, of_fp32) -> None:
+    """Bytes of docs/memory.md, shared by two data-parallel ranks."""
+    options: Any = compose(GrpoOptions, **flags)
+    groups: Any = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 2))
+    for dtype, expected in ((torch.bfloat16, of_bf16), (torch.float32, of_fp32)):
+        parameter = torch.nn.Parameter(torch.zeros(4, 4, dtype=dtype))
+        assert _state_bytes(parameter, options, groups) == expected / 2
 
 
 def test_no_room_is_an_error_with_its_cures() -> None:
