@@ -1,6 +1,6 @@
 """Rows of the benchmark table: a model, its parallel layout, and the flags of each system."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from configs import GPT_OSS_20B, QWEN3, QWEN3_235B, QWEN3_MOE, SIZES, TIED, TOWERS, qwen3_vl
@@ -20,6 +20,7 @@ class Rlhf:
     prompt: int  # tokens, as those of an answer without the turn's own
     answer: int
     flags: str = ""  # of every system
+    servers: int = 0  # GPUs that generate, and do not train
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ GRPO = Rlhf(
     "grpo",
     256,
     512,
-    f"{ROLLOUTS} --packing_length 4096 --num_generations 8 --max_completion_length 512 --vllm_max_model_len 1024",
+    f"{ROLLOUTS} --packing_length 4096 --num_generations 8 --max_completion_length 512 --vllm_max_model_len 1536",
 )
 FROZEN = "--freeze_vit true --freeze_aligner true"
 TRAINED = "--freeze_vit false --freeze_aligner false"
@@ -388,9 +389,8 @@ ROWS = {
         steps=4,
         warmup=1,
         length=768,
-        layout=f"--pipeline_model_parallel_size 3 {BF16_MOMENTS} --main_params_dtype fp16 {RECOMPUTE} "
-        "--use_vllm true --rollout_num_gpus 1",
-        rlhf=GRPO,
+        layout=f"--pipeline_model_parallel_size 3 {BF16_MOMENTS} --main_params_dtype fp16 {RECOMPUTE} --use_vllm true",
+        rlhf=replace(GRPO, servers=1),
     ),
     "30b-grpo-lora": Row(
         "Qwen3-30B-A3B, GRPO, LoRA, EP4, vLLM TP2 in the processes",
@@ -414,9 +414,8 @@ ROWS = {
         steps=4,
         warmup=1,
         length=768,
-        layout=f"{LORA} --expert_model_parallel_size 2 "
-        "--use_vllm true --rollout_num_gpus 2 --vllm_tensor_parallel_size 2",
-        rlhf=GRPO,
+        layout=f"{LORA} --expert_model_parallel_size 2 --use_vllm true --vllm_tensor_parallel_size 2",
+        rlhf=replace(GRPO, servers=2),
     ),
     # For conversion.py, since no machine of four GPUs trains it: 22 GB.
     "235b-4": Row(

@@ -68,7 +68,14 @@ def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: floa
         caches.mkdir(parents=True, exist_ok=True)
         result["steps"], result["error"] = measure(
             argv,
-            environment(system, caches, gpus=gpus, site=arguments.peer_site, engine_site=arguments.engine_site),
+            environment(
+                system,
+                caches,
+                gpus=gpus,
+                site=arguments.peer_site,
+                engine_site=arguments.engine_site,
+                servers=row.rlhf.servers if row.rlhf else 0,
+            ),
             folder / "out" / "logging.jsonl",
             folder / "printed.log",
             steps=steps + 3 if is_traced else steps,

@@ -71,6 +71,7 @@ def rlhf_flags(row: Row) -> str:
     """Return the flags of the task. No row of the data is as long as --max_length, which bounds prompts in GRPO."""
     assert row.rlhf
     plugins = f"--external_plugins {COIN}" if row.rlhf.kind == "grpo" else ""
+    plugins += f" --rollout_num_gpus {row.rlhf.servers}" if row.rlhf.servers else ""
     # Of DPO's pairs megaswift bounds both sequences together, ms-swift each.
     return f"--rlhf_type {row.rlhf.kind} {row.rlhf.flags} {plugins} --max_length {row.length * 5 // 4}"
 
@@ -80,17 +81,18 @@ def _words(*texts: str) -> list[str]:
 
 
 def environment(
-    system: str, caches: Path, *, gpus: int, site: Path | None, engine_site: Path | None = None
+    system: str, caches: Path, *, gpus: int, site: Path | None, engine_site: Path | None = None, servers: int = 0
 ) -> dict[str, str]:
     """Return the environment of a run: the first GPUs, no network, and separate caches.
 
     engine_site: packages of vLLM, behind those of training
+    servers: GPUs that do not train
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(number) for number in range(gpus)]
     variables = {
         "CUDA_VISIBLE_DEVICES": ",".join(devices[:gpus]),
-        "NPROC_PER_NODE": str(gpus or 1),
+        "NPROC_PER_NODE": str(gpus - servers if gpus else 1),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

@@ -110,3 +110,12 @@ def test_the_phases_of_a_step_by_hand():
     ]  # fmt: skip
     failed = report.markdown([run | {"error": "out of memory"}]).splitlines()[2]
     assert failed.count("|") == text.splitlines()[2].count("|")
+
+
+def test_gpus_of_servers_do_not_train(tmp_path):
+    row = ROWS["30b-grpo-server"]
+    words = systems.command("ours", row, tmp_path, tmp_path, tmp_path, gpus=4, steps=1, site=None, flags="")
+    assert words[words.index("--rollout_num_gpus") + 1] == "1"
+    assert row.rlhf
+    environment = systems.environment("ours", tmp_path, gpus=4, site=None, servers=row.rlhf.servers)
+    assert (environment["CUDA_VISIBLE_DEVICES"].count(","), environment["NPROC_PER_NODE"]) == (3, "3")
