@@ -50,8 +50,8 @@ class Place:
     def seconds_left(self) -> float:
         return max(1.0, self._end - time.perf_counter())
 
-    def train(self, name: str, lines: int, flags: str, *, iterations: int, checkpoint: Path) -> tuple[list[Step], str]:
-        """Train until so many `lines` of steps and saves are logged and `checkpoint` exists.
+    def train(self, name: str, lines: int, flags: str, *, iterations: int, saves: bool) -> tuple[list[Step], str]:
+        """Train until so many `lines` of steps and saves are logged and, if it `saves`, until a checkpoint is complete.
 
         Returns the lines and the command. Raises RuntimeError if the run fails.
         """
@@ -64,7 +64,8 @@ class Place:
         print(f"== {name}: {called}", flush=True)
         steps, error = measure(
             argv, self._environment, out / "logging.jsonl", self.console_log(name), steps=lines,
-            timeout=self.seconds_left, read=lambda line: line_of(line, self.gpus), is_complete=checkpoint.exists,
+            timeout=self.seconds_left, read=lambda line: line_of(line, self.gpus),
+            is_complete=lambda: not saves or saved(self.console_log(name)) is not None,
         )  # fmt: skip
         if error:
             raise RuntimeError(f"{name}: {error}")
@@ -79,34 +80,33 @@ def line_of(line: dict[str, Any], gpus: int) -> Step | None:
     return {"save_wait": line["save_wait"]} if "save_wait" in line else step_of("ours", line, gpus)
 
 
-def seconds_to_disk(console_log: Path, save_wait: float, *, is_async: bool) -> float:
-    """Return the seconds from the begin of a save until its checkpoint was complete."""
+def saved(console_log: Path) -> float | None:
+    """Return the seconds that the run prints when its first checkpoint is complete; None before.
+
+    They begin with the save; with --async_save when the copy on the host is made, and training goes on.
+    """
     printed = WRITTEN.search(console_log.read_text(errors="replace"))
-    if printed is None:
-        raise RuntimeError(f"{console_log} does not say that a checkpoint is saved")
-    # The run prints the seconds after the copy to the host with --async_save, else those for which training waited.
-    return save_wait + float(printed[1]) if is_async else save_wait
+    return float(printed[1]) if printed else None
 
 
 def measured(place: Place, *, save_after: int, more: int, is_async: bool, copy_bytes: float) -> Run:
     """Return the figures of a save and of a resume."""
     checkpoint, iterations = place.disk / "first" / f"checkpoint-{save_after}", save_after + more + 5
     save = f"--save_steps {save_after} --async_save {str(is_async).lower()}"
-    lines, called = place.train("first", save_after + more + 1, save, iterations=iterations, checkpoint=checkpoint)
+    lines, called = place.train("first", save_after + more + 1, save, iterations=iterations, saves=True)
     first = [line for line in lines if "step" in line]
     save_wait = next(line["save_wait"] for line in lines if "save_wait" in line)
-    shown = {
-        "save_wait": save_wait,
-        "seconds_to_disk": seconds_to_disk(place.console_log("first"), save_wait, is_async=is_async),
-    }
+    after_copy = (saved(place.console_log("first")) or 0.0) if is_async else 0.0
     copy = copied(checkpoint, place.disk / "copy", copy_bytes)
     resume = f"--save_steps 100000 --resume_from_checkpoint {checkpoint}"
-    second, resumed = place.train("second", more, resume, iterations=iterations, checkpoint=checkpoint)
+    second, resumed = place.train("second", more, resume, iterations=iterations, saves=False)
     again = first[save_after : save_after + more]
     pairs = [
         (one[name], other[name]) for one, other in zip(again, second, strict=True) for name in ("loss", "grad_norm")
     ]
-    return shown | {
+    return {
+        "save_wait": save_wait,
+        "seconds_to_disk": save_wait + after_copy,
         "command": called,
         "resume_command": resumed,
         "steps": first,
