@@ -23,7 +23,7 @@ from megaswift.tasks.plan.command import GPUS
 from megaswift.tasks.plan.run_plan import TEXT, Images, UnplannedRunError, plan_run
 from megaswift.tasks.plan.speed import Machine, seconds_per_step
 from megaswift.tasks.plan.table import aligned
-from report import Run, insert, latest_runs, mean_of, measured_steps, name_of, summary
+from report import Run, insert, latest_runs, mean_of, measured_steps, name_of, summary, trainings
 from rows import PEERS, ROWS
 from systems import command
 
@@ -106,9 +106,9 @@ def checks(runs: list[Run]) -> list[Check]:
     """Return the checks of all successful runs of megaswift on GPUs that are planned."""
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for run in latest_runs(runs):
-            is_training = "kind" not in run and run["system"] not in PEERS and not ROWS[run["row"]].rlhf
-            if is_training and not run["error"] and run["gpus"] and measured_steps(run):
+        for run in latest_runs(trainings(runs)):
+            is_planned = run["system"] not in PEERS and not ROWS[run["row"]].rlhf
+            if is_planned and not run["error"] and run["gpus"] and measured_steps(run):
                 with suppress(UnplannedRunError):
                     results.append(check(run, Path(folder)))
     return results

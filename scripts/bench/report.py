@@ -68,6 +68,11 @@ def latest_runs(runs: list[Run]) -> list[Run]:
     )
 
 
+def trainings(runs: list[Run]) -> list[Run]:
+    """Return the results of run.py, without those of checkpoint.py and conversion.py, which have a kind."""
+    return [run for run in runs if "kind" not in run]
+
+
 def measured_steps(run: Run) -> list[dict[str, Any]]:
     """Return the steps after the warm-up, each with its `seconds` and the step `before` it."""
     pairs = zip(run["steps"], run["steps"][1:], strict=False)
@@ -163,7 +168,7 @@ def baselines(run: Run, runs: list[Run]) -> list[Run]:
 def markdown(runs: list[Run]) -> str:
     """Return the table, the losses, and the commands with devices and versions."""
     latest = latest_runs(runs)
-    all_runs, runs = [run for run in runs if "kind" not in run], [run for run in latest if "kind" not in run]
+    all_runs, runs = trainings(runs), trainings(latest)
     lines: list[str] = []
     for table, columns in TABLES.items():
         runs_of_table = [run for run in runs if table_of(ROWS[run["row"]]) == table]

@@ -488,7 +488,7 @@ ROWS = {
     ),
     "tiny-grpo": Row(
         "tiny, GRPO",
-        QWEN3 | SIZES["tiny"],
+        QWEN3 | SIZES["tiny"] | {"head_dim": 32},  # the least of vLLM on a CPU
         1,
         16,
         steps=3,

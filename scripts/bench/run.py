@@ -30,7 +30,7 @@ from make import paths
 from measure import measure
 from megaswift.cli.launch import visible_gpus
 from records import append, compile_packages, heading, now, prepare, read
-from report import Run, cells, latest_runs, markdown, summary
+from report import Run, cells, latest_runs, markdown, summary, trainings
 from rows import PEERS, ROWS, SYSTEMS
 from systems import command, environment, step_of
 
@@ -116,7 +116,7 @@ def main() -> None:
                 continue
             run_start = time.monotonic()
             runs = append(arguments.out, run_one(name, system, arguments, min(arguments.timeout, seconds_left)))
-            row_cells = " | ".join(cells(runs[-1], summary(runs[-1], runs)))
+            row_cells = " | ".join(cells(runs[-1], summary(runs[-1], trainings(runs))))
             print(f"   {row_cells} | {time.monotonic() - run_start:.0f} s in all", flush=True)
     (arguments.out / "results.md").write_text(markdown(runs) + "\n")
     print(f"\n{markdown(runs)}")

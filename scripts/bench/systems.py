@@ -92,7 +92,7 @@ def environment(
     devices = visible.split(",") if visible else [str(number) for number in range(gpus)]
     variables = {
         "CUDA_VISIBLE_DEVICES": ",".join(devices[:gpus]),
-        "NPROC_PER_NODE": str(gpus - servers if gpus else 1),
+        "NPROC_PER_NODE": str(gpus - servers) if gpus else os.environ.get("NPROC_PER_NODE", "1"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

@@ -62,6 +62,28 @@ def test_figures_of_a_save_and_a_resume(error, tmp_path, monkeypatch):
     assert f"| resumed |  |  |  |  | {11.5 + error:.6f} | {11.4 + error:.6f} |" in text
 
 
+def test_one_file_holds_trainings_too(tmp_path, monkeypatch):
+    """run.py appends to the results of the other scripts, and neither takes the other's for its own."""
+    import run
+
+    about = {"call": "c", "called": "x", "device": "d", "versions": {}, "error": None}
+    kinds = [{"kind": "conversion", "row": "tiny", "system": "1 process", "flags": "", "gpus": 0, **about}]
+    (tmp_path / "results.json").write_text(json.dumps([kinds[0] | {"error": "E"}]))
+    program = STAND_IN.replace("time.sleep(600)", "")
+    words = [sys.executable, "-c", program, str(tmp_path / "runs" / "tiny-ours" / "out"), "5", "0"]
+    monkeypatch.setattr(run, "command", lambda *_, **__: words)
+    monkeypatch.setattr(run, "prepare", lambda *_: None)
+    monkeypatch.setattr(run, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["run.py", "tiny", "--warmup", "5", "--steps", "7", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        run.main()
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [result.get("kind") for result in results] == ["conversion", None]
+    text = report.markdown(results)
+    assert "| tiny, to try the script | 0 | 1 process | E |" in text
+    assert "| tiny, to try the script | 0 | megaswift | 0.0" in text
+
+
 def test_failures_are_shown_in_a_table(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "visible_gpus", lambda: 2)
     monkeypatch.setattr(checkpoint, "prepare", lambda *_: None)
