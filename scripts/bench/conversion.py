@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from disk import copied, file_system, files_of, forget, keep_logs, size_of
 from make import WRITERS, paths
+from measure import run_command
 from megaswift.cli.launch import visible_gpus
 from records import Run, append, compile_packages, heading, now, prepare
 from report import markdown
@@ -61,23 +62,9 @@ class Converter:
         called = shlex.join(["python", *argv[1:]])
         print(f"== {called}", flush=True)
         log = self._disk / f"{destination.name}.log"
-        begin = time.perf_counter()
-        with log.open("w") as output:
-            code = subprocess.run(
-                argv,
-                env=self._environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=self._end - begin,
-                check=False,
-            ).returncode
-        seconds = time.perf_counter() - begin
-        text = log.read_text(errors="replace")
-        if code:
-            raise RuntimeError(f"{called} ended with code {code}: {text.strip().splitlines()[-1:]}")
-        return {"seconds": seconds, "command": called} | {
-            name.lower(): float(part) for name, part in PHASE.findall(text)
-        }
+        seconds = run_command(argv, self._environment, log, timeout=self._end - time.perf_counter())
+        parts = {name.lower(): float(part) for name, part in PHASE.findall(log.read_text(errors="replace"))}
+        return {"seconds": seconds, "command": called} | parts
 
 
 class StoredTensor(NamedTuple):

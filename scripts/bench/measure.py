@@ -55,6 +55,23 @@ def measure(
     return records, f"{problem} after {len(records)} of {steps} steps: {_error_line(console_log)}"
 
 
+def run_command(command: list[str], environment: dict[str, str], console_log: Path, *, timeout: float) -> float:
+    """Run a command to its end, and return the seconds. Raises RuntimeError if it fails, or takes too long."""
+    with console_log.open("w") as output:
+        start = time.perf_counter()
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(max(0.0, timeout))
+            seconds = time.perf_counter() - start
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"took more than {timeout:.0f} s: {_error_line(console_log)}") from None
+        finally:
+            kill_with_descendants(process)
+    if code:
+        raise RuntimeError(f"ended with code {code}: {_error_line(console_log)}")
+    return seconds
+
+
 def _lines(file: Path, is_finished: Callable[[], bool]):
     """Yield the lines of a file as they are written. The file may not exist yet."""
     partial_line, offset = "", 0

@@ -7,16 +7,9 @@ from typing import Any
 from rows import ROWS
 
 Run = dict[str, Any]
-CHECKPOINT_COLUMNS = [
-    "model",
-    "GPUs",
-    "save",
-    "GB, of them weights",
-    "file system",
-    "training waited",
-    "complete after",
-]
-CHECKPOINT_COLUMNS += ["GB/s", "`cp`", "first step", "resumed", "difference of losses and gradient norms"]
+CHECKPOINT_COLUMNS = ["model", "GPUs", "save", "GB, of them weights", "file system", "training waited"]
+CHECKPOINT_COLUMNS += ["complete after", "GB/s", "`cp`", "first step", "resumed"]
+CHECKPOINT_COLUMNS += ["difference of losses and gradient norms"]
 
 
 def tables(runs: list[Run]) -> list[str]:
@@ -47,14 +40,8 @@ def losses(run: Run) -> list[str]:
 
 def _row(run: Run, columns: list[str], cells: Any) -> list[str]:
     if run["error"]:
-        empty = len(columns) - 4
-        return [
-            title_of(run),
-            str(run.get("gpus", "")),
-            name_of(run),
-            run["error"].replace("|", "/")[:200],
-            *[""] * empty,
-        ]
+        error = run["error"].replace("|", "/")[:200]
+        return [title_of(run), str(run.get("gpus", "")), name_of(run), error, *[""] * (len(columns) - 4)]
     return cells(run)
 
 

@@ -249,6 +249,15 @@ def test_a_run_that_fails_says_why(tmp_path):
         assert error.startswith(why)
 
 
+def test_a_command_that_fails_or_hangs_says_so(tmp_path):
+    log = tmp_path / "log"
+    assert 0 < measure.run_command([sys.executable, "-c", "print(1)"], {}, log, timeout=300) < 60
+    with pytest.raises(RuntimeError, match="ended with code 1: ValueError: that was it"):
+        measure.run_command([sys.executable, "-c", "raise ValueError('that was it')"], {}, log, timeout=300)
+    with pytest.raises(RuntimeError, match="took more than 0 s"):
+        measure.run_command([sys.executable, "-c", "import time; time.sleep(600)"], {}, log, timeout=0.1)
+
+
 def a_run(system: str, seconds: float, **changes) -> dict:
     """Six steps: a slow one, then each the given seconds, but for one hiccup."""
     at = 30.0

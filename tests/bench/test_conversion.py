@@ -43,21 +43,21 @@ def test_figures_of_both_directions(is_damaged, tmp_path, monkeypatch):
     write(source, {"a": torch.zeros(1000)})
     commands = []
 
-    def run(argv, *, env, stdout, **_):
-        commands.append((argv[3:5], env["NPROC_PER_NODE"], "--tensor_model_parallel_size" in argv))
+    def run(argv, environment, log, **_):
+        commands.append((argv[3:5], environment["NPROC_PER_NODE"], "--tensor_model_parallel_size" in argv))
         origin, destination = Path(argv[argv.index("--output_dir") - 3]), Path(argv[-1])
         shutil.copytree(origin, destination)
         if is_damaged and "--to_hf" in argv:
             (file,) = destination.glob("*.safetensors")
             file.write_bytes(file.read_bytes()[:-1] + b"x")
-        stdout.write("Reading ... 1.5 s\nWriting ... 0.5 s\n")
-        return type("Ended", (), {"returncode": 0})
+        log.write_text("Reading ... 1.5 s\nWriting ... 0.5 s\n")
+        return 9.0
 
     monkeypatch.setattr(conversion, "prepare", lambda *_: None)
     monkeypatch.setattr(conversion, "copied", lambda *_: {"bytes": 4_000_000_000, "seconds": 2.0})
     monkeypatch.setattr(conversion, "file_system", lambda _: "ext4")
     monkeypatch.setattr(conversion, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(conversion.subprocess, "run", run)
+    monkeypatch.setattr(conversion, "run_command", run)
     words = ["conversion.py", "tiny", "--processes", "1", "2", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
@@ -70,5 +70,5 @@ def test_figures_of_both_directions(is_damaged, tmp_path, monkeypatch):
         assert "| 1 process | 1 tensors differ from the source, such as a |" in text
         return
     runs[0]["bytes"] = 3 * 10**9
-    assert "| 1 process | 3.0 | ext4, cold | 2.00 GB/s | 1.50 GB/s: 1.5 + 0.5 s; command 0 s |" in report.markdown(runs)
+    assert "| 1 process | 3.0 | ext4, cold | 2.00 GB/s | 1.50 GB/s: 1.5 + 0.5 s; command 9 s |" in report.markdown(runs)
     assert not (tmp_path / "tiny-conversion").exists()
