@@ -1,16 +1,18 @@
-"""Benchmark table in Markdown from results.json files, printed or inserted between `<!-- bench -->` markers of a page.
+"""Benchmark tables in Markdown from results.json files, printed or inserted between `<!-- bench -->` markers of a page.
 
     python scripts/bench/report.py DIR/results.json [...] [--into docs/results.md]
 
 Of several runs with the same settings the last successful one counts; a failure is shown if there is no other.
 
 - tokens/s/GPU: global batch x pack length / median seconds of a step / GPUs. Padding counts, for every system.
+  A pair of DPO counts with both sequences, in every system.
 - real: the same without padding, from megaswift's log.
 - TFLOP/s/GPU and MFU: FLOPs of a step by tasks/observability/flops.py (matrix products, and causal attention within
   each document, without recomputation) per second, and as a share of the chip's dense bf16 peak. The peer's FLOPs are
-  taken from megaswift on the same row.
+  taken from megaswift on the same row, but not of DPO, where megaswift computes the prompt of a pair once.
 - memory: `torch.cuda.max_memory_reserved` in the system's log, of the GPU with the most.
 - first step: seconds from the command to the log line of step 1 (megaswift logs it during step 2).
+- GRPO, saves and conversions have tables of their own: report_rollouts.py, report_files.py.
 - Rows with pictures, in a table of their own:
   visual: share of visual tokens, without padding
   images/s/GPU: the peer's by the images of a step of megaswift on the same row
@@ -98,7 +100,8 @@ def summary(run: Run, runs: list[Run]) -> dict[str, Any]:
     work = [run, *(other for other in runs if same_work(run, other))]
     if ROWS[run["row"]].pictures:
         result |= visual_figures(run, work, seconds * gpus)
-    flops = next(filter(None, (mean_of(other, "flops") for other in work)), None)
+    is_shared = not ROWS[run["row"]].rlhf  # FLOPs of other tasks are fewer in megaswift, which shares prompts
+    flops = next(filter(None, (mean_of(other, "flops") for other in (work if is_shared else [run]))), None)
     if flops:
         result["tflops_per_gpu"] = flops / seconds / gpus / 1e12
         peak = peak_flops(run["device"])

@@ -1,4 +1,12 @@
-"""Tables of checkpoints that were saved and resumed from, and of conversions, for report.py."""
+"""Tables of checkpoints that were saved and resumed from, and of conversions, for report.py.
+
+- training waited: the seconds of `save_wait` in the log. complete after: from the begin of the save until the folder
+  was synced and in its place; GB/s: of the whole folder in this time.
+- `cp`: GB/s of a plain copy on the same file system in the same call, synced.
+- first step, resumed: seconds from the command to the log line of the first step; a run that resumes has read and
+  verified the checkpoint until then.
+- read + write: seconds that the export prints, and GB/s of the weights in their sum; command: all of its seconds.
+"""
 
 # pyright: reportMissingImports=false
 

@@ -1,6 +1,7 @@
-"""Benchmark of `megatron sft` against ms-swift on the same work, with a table of the results.
+"""Benchmark of `megatron sft` and `rlhf` against ms-swift on the same work, with tables of the results.
 
     python scripts/bench/run.py 0.6b 4b moe --systems ours local peer --out DIR
+    python scripts/bench/run.py 30b-grpo --engine-site VLLM --out DIR               # GRPO, of megaswift alone
     python scripts/bench/run.py tiny --out DIR                                      # tries the script, on any machine
 
 rows.py defines rows and systems, systems.py the command of each system, report.py the columns. The work folder gets a
@@ -10,6 +11,7 @@ the table. A failed run is a row with its error.
 
 `--peer-site`: a folder with ms-swift's packages, used by its runs only. Default: the installed ms-swift.
 `--engine-site`: a folder with vLLM's packages, used by megaswift behind its own. Default: the installed vLLM.
+NPROC_PER_NODE: processes on a machine without GPUs.
 `--flags`: extra flags for megaswift, for trials: `--flags="--apply_rope_fusion false"`.
 `--profile`: megaswift runs three more steps, of which two are traced, to DIR/runs/*/out/profile.
 """

@@ -8,7 +8,8 @@ no recomputation, the fused cross entropy, permute fusion (experts) and overlaps
 (`qwen3_vl` with pictures, which needs qwen-vl-utils and av) gives the same tokens as the checkpoint's own template, but
 also trains on the newline after each document. It packs and shuffles with other algorithms, so the documents of a step
 differ. Fill of packs and lengths of documents are the same, and so is the work. It does not pad a pack that is not
-full. `peer-flash` runs FlashAttention-2: flash-attn, or without it PyTorch's kernels (flash_attn_interface.py).
+full. DPO runs without packs, so that a step of both systems has the same number of pairs. `peer-flash` runs
+FlashAttention-2: flash-attn, or without it PyTorch's kernels (flash_attn_interface.py).
 """
 
 import importlib.metadata
