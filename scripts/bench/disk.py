@@ -46,7 +46,7 @@ def copied(folder: Path, destination: Path, limit: float = float("inf")) -> dict
     destination.mkdir(parents=True)
     begin = time.perf_counter()
     subprocess.run(["cp", "--parents", *files, str(destination)], check=True, cwd=folder)
-    subprocess.run(["sync", "--file-system", str(destination)], check=True)
+    subprocess.run(["sync", *files], check=True, cwd=destination)
     seconds = time.perf_counter() - begin
     shutil.rmtree(destination)
     return {"bytes": size, "seconds": seconds}
