@@ -28,7 +28,8 @@ from measure import Step, measure
 from megaswift.cli.launch import visible_gpus
 from records import Run, append, compile_packages, heading, now, prepare
 from report import markdown
-from rows import ROWS, Row
+from row import Row
+from rows import ROWS
 from systems import command, environment, step_of
 
 WRITTEN = re.compile(r"Saved checkpoint-\d+ \(.*, ([\d.]+) s\)")

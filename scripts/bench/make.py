@@ -21,7 +21,8 @@ from typing import Any
 import pictures
 from configs import special_ids
 from make_rlhf import rows_name, write_rows
-from rows import ROWS, Row
+from row import Row
+from rows import ROWS
 
 CHATML = (
     "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n'}}{% endfor %}"

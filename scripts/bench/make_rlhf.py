@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rows import Rlhf
+from row import Rlhf
 
 ROWS_OF_DATA = 512
 MOST_TOKENS = 2_000_000  # of the text: later rows begin anew

@@ -33,7 +33,8 @@ from megaswift.tasks.observability.flops import VisionFlops, peak_flops
 from report_files import tables
 from report_rollouts import COLUMNS as ROLLOUT_COLUMNS
 from report_rollouts import rollout_cells
-from rows import BASELINES, MIN_SPEEDUPS, ROWS, SYSTEMS, TRAINED, Row
+from row import Row
+from rows import BASELINES, MIN_SPEEDUPS, ROWS, SYSTEMS, TRAINED
 
 Run = dict[str, Any]
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"

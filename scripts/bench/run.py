@@ -4,7 +4,7 @@
     python scripts/bench/run.py 30b-grpo --engine-site VLLM --out DIR               # GRPO, of megaswift alone
     python scripts/bench/run.py tiny --out DIR                                      # tries the script, on any machine
 
-rows.py defines rows and systems, systems.py the command of each system, report.py the columns. The work folder gets a
+rows.py has the rows and systems, systems.py the command of each system, report.py the columns. The work folder gets a
 random checkpoint of the row's shape and real text, once. Then each system runs on them, with a log in DIR, and is
 killed after its last step, so that no checkpoint is saved. Each run is appended to DIR/results.json; DIR/results.md has
 the table. A failed run is a row with its error.

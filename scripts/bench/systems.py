@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from flash_attn_interface import write_flash_attn
-from rows import PEERS, VARIANTS, Row
+from row import Row
+from rows import PEERS, VARIANTS
 
 LEARNING = "--lr 1e-5 --lr_decay_style constant"
 PEER = (

@@ -1,0 +1,42 @@
+"""Form of a row of the benchmark table."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rlhf:
+    """Task of `megatron rlhf` on rows of equal lengths."""
+
+    kind: str  # --rlhf_type
+    prompt: int  # tokens, as those of an answer without the turn's own
+    answer: int
+    flags: str = ""  # of every system
+    servers: int = 0  # GPUs that generate, and do not train
+
+
+@dataclass(frozen=True)
+class Row:
+    """Model of a real shape with random weights, its layout, and its targets."""
+
+    title: str
+    config: dict[str, Any]
+    micro_batch: int
+    global_batch: int  # packs of a step; per GPU if `gpus` is None
+    gpus: int | None = 1  # None: all visible GPUs
+    steps: int = 12
+    length: int = 4096  # tokens of a pack
+    documents: int | None = None  # of the text; None: all
+    document_tokens: int | None = None  # tokens of a document, about: chats are joined; None: single chats
+    pictures: tuple[int, int] | None = None  # least and most visual tokens of a picture; None: text alone
+    layout: str = ""  # flags of every system
+    rlhf: Rlhf | None = None  # None: supervised. Else the batches count samples, and `length` is that of one
+    warmup: int = 3  # the first steps, which do not count
+    peer: str = ""  # extra flags of the peer that its documentation recommends for speed
+    min_speedup: dict[str, float] = field(default_factory=dict)  # system -> lowest speed relative to its baseline
+    mfu: float | None = None  # lowest MFU
+    first_step: float | None = None  # most seconds from the command to the end of step 1
+
+    def batch_on(self, gpus: int) -> int:
+        """Return the packs of a global batch."""
+        return self.global_batch * (1 if self.gpus else gpus)
