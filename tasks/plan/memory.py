@@ -86,6 +86,11 @@ class Workload:
         return bool(frequency[layer] if isinstance(frequency, list) else layer % frequency == 0)
 
     @property
+    def has_frozen_experts(self) -> bool:
+        """Return whether experts are neither trained nor have adapters."""
+        return self.lora_rank is not None and self.parameters.fused_experts
+
+    @property
     def has_dense_mlps(self) -> bool:
         """Return whether a layer has an MLP that is not of experts."""
         layers = range(self.config.num_layers)
@@ -154,7 +159,7 @@ def _saved_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
     kind, is_sparse = work.layer(layer), work.is_sparse(layer)
     values = 0.0 if kind.mixer == "none" else _mixer_values(work.config, kind)
     if kind.has_mlp:
-        values += _expert_values(work.config) * skew if is_sparse else _dense_values(work.config)
+        values += _expert_values(work) * skew if is_sparse else _dense_values(work.config)
     masks = 0.0
     if work.fp8:
         # The matrices' inputs are saved in FP8, attention's output in both types.
@@ -205,13 +210,17 @@ def _dense_values(config: TransformerConfig) -> int:
     return 2 * config.hidden_size + (3 if config.gated_linear_unit else 2) * width
 
 
-def _expert_values(config: TransformerConfig) -> int:
-    """Return the values that a layer of experts saves per token: its norm's, the experts' inputs and MLPs."""
-    matrices = 3 if config.gated_linear_unit else 2
+def _expert_values(work: Workload) -> int:
+    """Return the values that a layer of experts saves per token: its norm's, the experts' inputs and MLPs.
+
+    Products of frozen experts do not save their inputs.
+    """
+    config = work.config
+    gates = 2 if config.gated_linear_unit else 1
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
-    copies = config.moe_router_topk * (config.hidden_size + matrices * width)
-    shared = matrices * (config.moe_shared_expert_intermediate_size or 0)
-    return 2 * config.hidden_size + copies + shared
+    copy = gates * width if work.has_frozen_experts else config.hidden_size + (gates + 1) * width
+    shared = (gates + 1) * (config.moe_shared_expert_intermediate_size or 0)
+    return 2 * config.hidden_size + config.moe_router_topk * copy + shared
 
 
 def _quantized_inputs(config: TransformerConfig) -> int:
@@ -242,5 +251,6 @@ def _adapters(work: Workload, layer: int) -> Parameters:
         width = config.ffn_hidden_size or 4 * hidden
         return Parameters(split=rank * (sizes + hidden + gates * width + width + hidden))
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * hidden
-    experts = (config.num_moe_experts or 0) * rank * (hidden + gates * width + width + hidden)
+    adapted = 0 if work.has_frozen_experts else config.num_moe_experts or 0
+    experts = adapted * rank * (hidden + gates * width + width + hidden)
     return Parameters(split=rank * sizes, expert=experts)

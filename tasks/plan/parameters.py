@@ -43,6 +43,7 @@ class ModelParameters:
     tower: Parameters = field(default_factory=Parameters)  # on every rank, without its mergers
     mergers: Parameters = field(default_factory=Parameters)
     tied: bool = False
+    fused_experts: bool = False  # files have a layer's experts in one tensor, which takes no adapters by default
 
     @property
     def total(self) -> int:
@@ -93,6 +94,7 @@ def count_parameters(hf_config: HfConfig, transformers_config: Any) -> ModelPara
         count = _count(key, entry, shapes, architecture)
         if EXPERTS in key.name:
             part.expert += count
+            model.fused_experts |= entry.expert_index is not None
         elif entry.kind.dim is None or key.name.startswith(TOWERS):
             part.replicated += count
         else:
