@@ -270,6 +270,8 @@ class TransformersChat(ChatEngine):
         import torch
         from transformers import set_seed
 
+        from ..bridge.checkpoint.answering_model import answering_model
+
         set_seed(options.seed)
         device_map = "auto" if torch.cuda.is_available() else None
         with loading(folder, has_progress_bar=True):
@@ -279,17 +281,18 @@ class TransformersChat(ChatEngine):
                 else {"attn_implementation": KERNELS[options.attention_backend]}
             )
             dtype = options.torch_dtype or "auto"
-            kind = "ImageTextToText" if vision and vision.family.image else "CausalLM"
+            # The classes of audio are others.
+            kind = "ImageTextToText" if vision and vision.family.image and not vision.audio else "CausalLM"
             self.model: Any = load_model(folder, kind, dtype=dtype, device_map=device_map, **kernel).eval()
         if adapter:
             self.model = attach_adapter(self.model, adapter.folder, folder)
             if options.merge_lora:
                 self.model = merge_adapter(self.model)
-        self.settings = self._settings(options)
+        self.settings = self._settings(self.model.generation_config, options)
+        self.model = answering_model(self.model)
 
-    def _settings(self, options: InferOptions) -> "GenerationConfig":
+    def _settings(self, settings: "GenerationConfig", options: InferOptions) -> "GenerationConfig":
         """Return the model's generation config, overridden by the options."""
-        settings = self.model.generation_config
         eos_ids = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
         settings.eos_token_id = sorted({end for end in (*eos_ids, self.tokenizer.eos_token_id) if end is not None})
         # Padding is masked, so any token works; the tokenizer's pad token may exceed the embedding.

@@ -61,8 +61,6 @@ class ChatEngine(ABC):
             if self.vision is None:
                 return EncodedPrompt(ids, name=row_name)
             placed = place_media(np.array(ids), conversation.media, self.vision)
-            if not self.vision.family.answers_videos and any(one.plan.kind == "video" for one in placed):
-                raise UnusableRow(f"{self.vision.model_type} answers to images alone in this version, not to videos")
         except UnusableRow as error:
             row = f"{row_name}: " if row_name else ""
             raise ValueError(f"--model {self.tokenizer.name_or_path}: {row}{error}") from error

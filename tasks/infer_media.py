@@ -19,7 +19,7 @@ from ..templates.formats.media_rows import open_tags, to_media_conversation
 from ..templates.formats.medium import KINDS, Medium, to_tags
 from ..templates.formats.schemas import UnusableRow
 from ..templates.json_types import Json, JsonObject
-from ..templates.media.families import FAMILIES, check_answers
+from ..templates.media.families import FAMILIES
 from ..templates.media.images import open_image
 from ..templates.media.processor import VisionProcessor
 from ..templates.options import MediaOptions
@@ -40,14 +40,10 @@ class EncodedPrompt:
 
 
 def open_vision(folder: Path, options: MediaOptions) -> VisionProcessor | None:
-    """Return the processor of media in `folder`; None without its files, and for other families.
-
-    Raises ValueError for an Omni model.
-    """
+    """Return the processor of media in `folder`; None without its files, and for other families."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
         return None
-    check_answers(config["model_type"])
     return VisionProcessor.open(folder, load_tokenizer(folder), options)
 
 
@@ -141,9 +137,10 @@ def count_videos(media: Iterable[Medium]) -> int:
 
 
 def check_videos(vision: VisionProcessor | None, most: int) -> None:
-    """Raise ValueError if vLLM does not take the videos of a model. most: videos of a prompt"""
-    from .rollout.vllm_images import takes_videos
+    """Raise ValueError if vLLM does not take a model, or its videos. most: videos of a prompt"""
+    from .rollout.vllm_images import check_model, takes_videos
 
+    check_model("--infer_backend vllm", vision and vision.model_type)
     if most and vision and not takes_videos(vision):
         raise ValueError(
             "--infer_backend vllm: takes videos of Qwen3-VL alone in this version. Set --infer_backend transformers."

@@ -62,7 +62,8 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
     """Load transformers' `AutoModelFor<kind>` from a checkpoint folder, with `settings` for `from_pretrained`.
 
     kind "": AutoModel, which has no output layer.
-    A causal model is loaded with the vision tower, where a family here has that, or where no other class exists.
+    A causal model is loaded with the vision tower, where a family here has that, or where no other class exists. What
+    speaks of an Omni model is not loaded.
     Raises ValueError, naming `flag`, if the folder has no safetensors, if the model needs Python code of the folder, or
     for unexpected and missing tensors and mismatched shapes.
     """
@@ -79,7 +80,7 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
     name = f"AutoModelFor{kind}" if kind else "AutoModel"
     auto = _causal_class(config) if kind == "CausalLM" else getattr(transformers, name)
     load = auto.from_pretrained
-    if hasattr(config, "thinker_config"):  # Qwen2.5-Omni's own method expects no report
+    if _leave_out_speech(config):  # Qwen2.5-Omni's own method expects no report
         load = partial(transformers.PreTrainedModel.from_pretrained.__func__, auto._model_mapping[type(config)])
     try:
         with _quiet():
@@ -130,8 +131,17 @@ def _is_loadable(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def empty_model(config: Any, **settings: Any) -> Any:
-    """Build transformers' causal language model of `config` without loading weights."""
+    """Build transformers' causal language model of `config` without loading weights, and without what speaks."""
+    _leave_out_speech(config)
     return _causal_class(config).from_config(config, trust_remote_code=False, **settings)
+
+
+def _leave_out_speech(config: Any) -> bool:
+    """Have an Omni model of transformers' `config` made without talker and vocoder; return whether it is one."""
+    is_omni = hasattr(config, "thinker_config")
+    if is_omni:
+        config.enable_audio_output = False
+    return is_omni
 
 
 def _causal_class(config: Any) -> Any:

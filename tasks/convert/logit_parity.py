@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from ...bridge import runtime
+from ...bridge.checkpoint.answering_model import answering_model
 from ...bridge.checkpoint.pretrained import load_model, load_tokenizer
 from ...bridge.families import family_of
 from ...bridge.mapping.local_params import collect_params
@@ -220,7 +221,7 @@ def _run_reference(
         raise PrecisionError(f"--test_convert_precision: {error}") from error
     if adapter:
         model = merge_adapter(attach_adapter(model, adapter, folder))
-    model = getattr(model, "thinker", model)  # the class of a whole Omni model has no forward pass
+    model = answering_model(model)
     needed = sum(parameter.numel() for parameter in model.parameters()) * torch.float32.itemsize
     device = runtime.device()
     if device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info(device)[0]:

@@ -13,7 +13,6 @@ from ...bridge.checkpoint.rope_scaling import scaled_folder
 from ...bridge.checkpoint.stream import stream_adapter, stream_weights
 from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
-from ...templates.media.families import check_answers
 from ..distributed.collectives import rank0_only, run_on_all_ranks
 from ..options.rollout import EngineOptions
 from ..run.context import Run, has_videos, most_media
@@ -29,7 +28,7 @@ from .lora_support import unsupported_by_vllm
 from .memory_budget import plan_engine_memory
 from .server_connection import ClientSettings, WeightsLost
 from .transformers_engine import TransformersEngine
-from .vllm_images import takes_videos
+from .vllm_images import check_model, takes_videos
 from .weight_sync import BaseWeightsCheck, SyncStats, scaled, sync
 
 
@@ -38,7 +37,6 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
 
     `experts`: record Completion.experts.
     """
-    check_answers(run.hf_config.get("model_type"))
     rank = run_on_all_ranks(lambda: adapter_rank(model, options))
     weights, optimizer = bool(options.offload_model), bool(options.offload_optimizer)
     if engine_kind(options) == "server":
@@ -153,13 +151,11 @@ def engine_kind(options: EngineOptions) -> str:
 
 
 def check_media(run: Run, options: EngineOptions) -> None:
-    """Raise ValueError if the data has videos, and the engine takes none in this version."""
-    if has_videos(run.data) and run.vision and not run.vision.family.answers_videos:
-        raise ValueError(
-            f"--dataset: it has videos, to which {run.vision.model_type} generates no answers in this version. Remove "
-            "them."
-        )
-    if engine_kind(options) == "vllm" and has_videos(run.data) and run.vision and not takes_videos(run.vision):
+    """Raise ValueError if the engine takes not the model, or no videos in this version, and the data has some."""
+    if engine_kind(options) != "vllm":
+        return
+    check_model("--use_vllm true", run.hf_config.get("model_type"))
+    if has_videos(run.data) and run.vision and not takes_videos(run.vision):
         raise ValueError(
             "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL alone in this version. Set "
             "--use_vllm false, which generates with transformers, or remove the videos"

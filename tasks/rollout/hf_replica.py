@@ -24,9 +24,12 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import no_init_weights
 
-from ...bridge.checkpoint.hub import read_config
+from ...bridge.checkpoint.hub import has_weights, read_config
 from ...bridge.checkpoint.pretrained import empty_model, load_config, load_model
+from ...bridge.checkpoint.safetensors_io import SafetensorsFolder
 from ...bridge.families import family_of
+from ...bridge.mapping.architecture import HfConfig
+from ...bridge.mapping.param_mapping import expand_mappings
 from .weight_sync import checksum
 
 
@@ -69,12 +72,14 @@ class Replica:
         ]
         self._unused = re.compile("|".join(unused_patterns) or "(?!)")
         self._targets: dict[str, _Target] = {}
+        self._converted: dict[str, list[str]] = {}  # target of a conversion: all tensors that it makes, as a split one
         self._part_counts = self._count_parts()
         names_by_pointer: dict[int, set[str]] = defaultdict(set)
         for name, tensor in self._state.items():
             names_by_pointer[tensor.data_ptr()].add(name)
         # Tied tensors have several names.
         self._tied_names = {name: names_by_pointer[tensor.data_ptr()] for name, tensor in self._state.items()}
+        self._towers = set() if load else self._tower_names(folder, config_json)
         self._missing = set() if load else set(self._state)  # neither the folder nor `update` has loaded these yet
 
     def missing(self, *, for_images: bool) -> list[str]:
@@ -82,7 +87,11 @@ class Replica:
 
         for_images: also those of the vision tower
         """
-        return sorted(name for name in self._missing if for_images or not self._unused.search(name))
+        return sorted(
+            name
+            for name in self._missing
+            if not self._unused.search(name) or (for_images and not self._towers.isdisjoint(self._tied_names[name]))
+        )
 
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -111,7 +120,8 @@ class Replica:
                 continue
             tensors = {name: self._state[target.target]}
             if target.rule is not None:
-                tensors = revert_weight_conversion(self.model, {target.target: self._state[target.target]})
+                parts = self._converted.get(target.target, [target.target])
+                tensors = revert_weight_conversion(self.model, {part: self._state[part] for part in parts})
             if name in tensors:
                 checksums[name] = checksum(self._transpose_back(tensors[name], target.rule))
         return checksums
@@ -119,6 +129,16 @@ class Replica:
     def move(self, device: torch.device) -> None:
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         self._state = self.model.state_dict()
+
+    def _tower_names(self, folder: Path, hf_config: HfConfig) -> set[str]:
+        """Return the model's tensors of its towers that the bridge sends: it has none that no computation reads."""
+        family = family_of(hf_config)
+        if not family.has_tower(hf_config):
+            return set()
+        names = SafetensorsFolder(folder).tensors if has_weights(folder) else ()
+        entries = expand_mappings(family, hf_config, family.describe(hf_config, vision=True), names)
+        sent = {name for entry in entries.values() for name in entry.hf if self._unused.search(name)}
+        return {target.target for name in sent if (target := self._target_of(name))}
 
     def _count_parts(self) -> dict[str, int]:
         """Return the number of checkpoint tensors of each model tensor that has a conversion rule."""
@@ -160,6 +180,7 @@ class Replica:
         for name, rule in zip(names, rules, strict=True):
             converter.add_tensor(target, name, rule, tensors[name])  # pyright: ignore[reportArgumentType]
         converted = converter.convert(target, model=self.model, config=self.model.config)
+        self._converted[target] = list(converted)
         for converted_name, value in converted.items():
             self._copy(converted_name, names[0], value[0] if isinstance(value, list) else value)
 

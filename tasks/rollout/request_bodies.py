@@ -1,8 +1,9 @@
 """Bodies of /generate and /top_log_probs that a run sends, with images, videos and audios.
 
 A body has `images`, a list of {data, min_pixels, max_pixels}, `videos`, a list of {frames, fps, indices, total_frames},
-and `audios`, a list of {samples}; each request has the indices of its own: completions of a prompt share one. A body to
-be scored is of one document, which has all of them. `data` and `frames` are files in base64, `samples` float32.
+of Omni models with sampled_fps, and `audios`, a list of {samples}; each request has the indices of its own: completions
+of a prompt share one. A body to be scored is of one document, which has all of them. `data` and `frames` are files in
+base64, `samples` float32.
 """
 
 import base64
@@ -88,7 +89,10 @@ def _encode(medium: RequestMedium) -> JsonObject:
     frames, indices, info = medium.sampled
     pixels = frames.permute(0, 2, 3, 1).contiguous().numpy()
     files = [_png(Image.fromarray(frame)) for frame in pixels]
-    return {"frames": files, "fps": info.fps, "indices": indices, "total_frames": info.frames}
+    body: JsonObject = {"frames": files, "fps": info.fps, "indices": indices, "total_frames": info.frames}
+    if medium.vision.family.follows_time:  # servers of earlier versions do not know this field
+        body["sampled_fps"] = medium.vision.sampled_fps(medium.plan)
+    return body
 
 
 def _png(image: "Image") -> str:

@@ -45,10 +45,12 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     from ..run.context import dtype_of
     from .connections import connection_settings
     from .server import Server
+    from .vllm_images import check_model
 
     hf_config = read_config(folder)
     dtype = dtype_of(options, hf_config)
     if kind == "vllm":
+        check_model("--infer_backend vllm", hf_config.get("model_type"))
         from .vllm_async import VllmBackend
 
         backend = VllmBackend(folder, options, dtype)
@@ -94,7 +96,6 @@ def _media_readers(
 ) -> "tuple[ImageReader | None, VideoReader | None, AudioReader | None]":
     """Return the readers of media in requests; None for what the model does not take. Raises ValueError."""
     from ...bridge.checkpoint.pretrained import load_tokenizer
-    from ...templates.media.families import check_answers
     from ...templates.media.processor import VisionProcessor
     from ...templates.options import MediaOptions
     from .audio_bodies import AudioReader
@@ -102,7 +103,6 @@ def _media_readers(
     from .video_bodies import VideoReader
     from .vllm_images import takes_videos
 
-    check_answers(read_config(folder).get("model_type"))
     allowed, limits = options.allowed_local_media_path, options.vllm_limit_mm_per_prompt
     vision = VisionProcessor.open(folder, load_tokenizer(folder), MediaOptions())
     if allowed and vision is None:
@@ -112,13 +112,12 @@ def _media_readers(
     if vision is None:
         return None, None, None
     allowed_folder = Path(allowed).expanduser() if allowed else None
-    if vision.audio is not None:
-        return None, None, AudioReader(vision, allowed_folder, limits.get("audio"))
-    images = ImageReader(vision, allowed_folder)
-    if not vision.family.answers_videos:
-        return images, None, None
+    audios = AudioReader(vision, allowed_folder, limits.get("audio")) if vision.audio is not None else None
+    images = ImageReader(vision, allowed_folder) if vision.family.image is not None else None
+    if vision.family.video is None:
+        return images, None, audios
     if kind == "transformers":
-        return images, VideoReader(vision), None
+        return images, VideoReader(vision), audios
     # vLLM reserves memory for the longest video where it takes any.
     most = limits.get("video", 0)
     if most and not takes_videos(vision):
@@ -126,7 +125,7 @@ def _media_readers(
             f"--vllm_limit_mm_per_prompt {limits}: vLLM takes videos of Qwen3-VL alone in this version. Set "
             "--infer_backend transformers, or remove video."
         )
-    return images, VideoReader(vision, most), None
+    return images, VideoReader(vision, most), audios
 
 
 def choose_backend(options: RolloutOptions) -> str:

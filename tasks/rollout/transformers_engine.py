@@ -4,21 +4,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria
 
 from ...bridge import runtime
+from ...bridge.checkpoint.answering_model import answering_model
 from ...bridge.checkpoint.pretrained import load_tokenizer
-from ...templates.dataset.transformers_inputs import image_kinds, to_model, transformers_inputs
+from ...templates.dataset.transformers_inputs import Values, to_model
 from .engine import Cancelled, Completion, Request, Sampling, TopLogProbs
 from .eos import eos_token_ids
 from .hf_replica import Replica
-from .image_inputs import ImageInputs
-from .request_audio import RequestAudio
-from .request_video import RequestVideo
+from .media_inputs import RequestInputs
 from .transformers_experts import ExpertRecorder
 
 BATCH_SIZE = 64  # requests
@@ -38,9 +39,10 @@ class TransformersEngine:
         self.folder = folder = Path(folder)
         self.device, self.batch_size = runtime.device(), batch_size
         self.replica = Replica(folder, dtype=dtype, device=self.device, load=load)
+        self.model = answering_model(self.replica.model)
         self.tokenizer = load_tokenizer(folder)
         self.eos_ids = eos_token_ids(folder, self.tokenizer)
-        self.replica.model.generation_config = GenerationConfig()  # no defaults other than Sampling's
+        self.model.generation_config = GenerationConfig()  # no defaults other than Sampling's
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None = None
@@ -67,9 +69,9 @@ class TransformersEngine:
             document, drawn = self._without_drawn(document)
         (prompt,), media = self._expanded([document])
         tokens = torch.tensor([prompt])
-        inputs = self._media_inputs([document], tokens, media)
+        inputs = self._media_inputs(media, tokens)
         with self._embedding_at({place - len(document.tokens): token for place, token in drawn.items()}):
-            logits = self.replica.model(tokens.to(self.device), logits_to_keep=kept, **inputs).logits[0]
+            logits = self._logits(tokens.to(self.device), kept, inputs)
         if top > min(vocab_size, logits.shape[1]):
             raise ValueError(f"{top} likeliest tokens: the model has {min(vocab_size, logits.shape[1])}")
         parts = [torch.log_softmax(part[:, :vocab_size].float(), -1).topk(top) for part in logits.split(MAX_POSITIONS)]
@@ -92,7 +94,7 @@ class TransformersEngine:
         return self.replica.checksums(names)
 
     def close(self) -> None:
-        del self.replica
+        del self.replica, self.model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -102,51 +104,38 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     @cached_property
-    def _image_inputs(self) -> ImageInputs:
-        return ImageInputs(self.folder)
+    def _media(self) -> RequestInputs:
+        return RequestInputs(self.folder)
 
-    def _expanded(self, requests: Sequence[Request]) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """Return the prompts with all tokens of their media, and the inputs of the images."""
-        prompts, images = [request.tokens for request in requests], {}
-        if any(request.images for request in requests):
-            prompts, images = self._image_inputs.of(requests)
-        config = self.replica.model.config
-        for media, name in (
-            ([request.videos for request in requests], "video_token_id"),
-            ([request.audios for request in requests], "audio_token_id"),
-        ):
-            if any(media):
-                token_id = getattr(config, name)
-                prompts = [_with_media(*pair, token_id) for pair in zip(prompts, media, strict=True)]
+    def _expanded(self, requests: Sequence[Request]) -> tuple[list[list[int]], list[Values]]:
+        """Return the prompts with all tokens of their media, and these media."""
+        prompts, media = [request.tokens for request in requests], []
+        if any(request.has_media for request in requests):
+            prompts, media = self._media.expand(requests)
         for prompt, request in zip(prompts, requests, strict=True):
             request.check_length(len(prompt))
-        return prompts, images
+        return prompts, media
 
-    def _media_inputs(
-        self, requests: Sequence[Request], tokens: Tensor, images: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the model's inputs for media, on the device.
+    def _media_inputs(self, media: list[Values], tokens: Tensor) -> dict[str, Any]:
+        """Return the model's inputs for media, on the device. tokens: int64 [requests, longest]"""
+        inputs = self._media.inputs(media, tokens) if media else {}
+        return to_model(inputs, self.device, self.model.dtype)
 
-        tokens: int64 [requests, longest]. images: as of `_expanded`
-        """
-        media = dict(images)
-        values = [(video.plan, video.patches, video.vision) for request in requests for video in request.videos]
-        values += [(audio.plan, audio.spectrogram, audio.vision) for request in requests for audio in request.audios]
-        if images:
-            media |= image_kinds(tokens, self._image_inputs.vision)
-        if values:
-            inputs = transformers_inputs([value[:2] for value in values], tokens, values[0][2])
-            if images and "mm_token_type_ids" in inputs:
-                inputs["mm_token_type_ids"] += media["mm_token_type_ids"]
-            media |= inputs
-        return to_model(media, self.device, self.replica.model.dtype)
+    def _logits(self, tokens: Tensor, kept: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Return the logits of a document at some positions: [kept, vocabulary]. tokens: int64 [1, length]"""
+        if "logits_to_keep" in signature(self.model.forward).parameters:
+            return self.model(tokens, logits_to_keep=kept, **inputs).logits[0]
+        # Of an Omni model, which has no positions of media without a mask.
+        return self.model(tokens, attention_mask=torch.ones_like(tokens), **inputs).logits[0, kept]
 
     def _without_drawn(self, document: Request) -> tuple[Request, dict[int, int]]:
         """Return a document without the placeholders that a model has drawn behind its media, and these, by place.
 
-        transformers would look for an image, video or audio of each.
+        transformers would look for an image, video or audio of each; with an Omni model, also behind each token that
+        begins one.
         """
-        config, tokens, drawn = self.replica.model.config, list(document.tokens), dict[int, int]()
+        config, tokens, drawn = self.model.config, list(document.tokens), dict[int, int]()
+        is_medium = [False] * (len(tokens) + 1)
         for token_id, media in (
             (getattr(config, "image_token_id", None), document.images),
             (getattr(config, "video_token_id", None), document.videos),
@@ -154,6 +143,13 @@ class TransformersEngine:
         ):
             places = [place for place, token in enumerate(tokens) if token == token_id]
             drawn |= {place: tokens[place] for place in places[len(media) :]}
+            for place in places[: len(media)]:
+                is_medium[place] = True
+        if (audio_start := getattr(config, "audio_start_token_id", None)) is not None:
+            starts = audio_start, config.vision_start_token_id
+            drawn |= {
+                place: token for place, token in enumerate(tokens) if token in starts and not is_medium[place + 1]
+            }
         for place in drawn:
             tokens[place] = 0
         return replace(document, tokens=tokens), drawn
@@ -167,7 +163,7 @@ class TransformersEngine:
             places = torch.tensor(list(tokens), device=self.device) % embeddings.shape[1]
             return embeddings.index_copy(1, places, rows[None])
 
-        hook = self.replica.model.get_input_embeddings().register_forward_hook(embed) if tokens else nullcontext()
+        hook = self.model.get_input_embeddings().register_forward_hook(embed) if tokens else nullcontext()
         with hook:
             yield
 
@@ -175,9 +171,9 @@ class TransformersEngine:
     def _batch(
         self, requests: list[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None
     ) -> list[Completion]:
-        prompts, images = self._expanded(requests)
+        prompts, media = self._expanded(requests)
         tokens, mask = left_pad(prompts, 0)  # padding is masked, so any token id works
-        media = self._media_inputs(requests, tokens, images)
+        inputs = self._media_inputs(media, tokens)
         prompt_length = tokens.shape[1]
         sampler = _Sampler(requests, sampling, prompt_length, mask.to(self.device))
         ends = self.eos_ids if sampling.ends is None else set(sampling.ends)
@@ -185,13 +181,13 @@ class TransformersEngine:
         settings = GenerationConfig(
             max_new_tokens=max(sampler.limits), do_sample=False, pad_token_id=0, eos_token_id=None, use_cache=True
         )
-        model = self.replica.model
+        model = self.model
         recorder = ExpertRecorder(model.config.get_text_config().num_hidden_layers)
         with recorder.record(model, len(requests)) if sampling.experts else nullcontext():
             model.generate(
                 tokens.to(self.device),
                 attention_mask=mask.to(self.device),
-                **media,
+                **inputs,
                 generation_config=settings,
                 logits_processor=[sampler],
                 stopping_criteria=[stop],
@@ -203,16 +199,6 @@ class TransformersEngine:
         ends = [prompt_length + len(completion.tokens) - 1 for completion in completions]
         recorded = zip(completions, recorder.experts(), first, ends, strict=True)
         return [replace(completion, experts=experts[start:end]) for completion, experts, start, end in recorded]
-
-
-def _with_media(prompt: list[int], media: Sequence[RequestVideo | RequestAudio], token_id: int) -> list[int]:
-    """Return a prompt with all tokens of its videos or audios. token_id: their placeholder"""
-    plans = iter([medium.plan for medium in media])
-    expanded: list[int] = []
-    for token in prompt:
-        plan = next(plans) if token == token_id else None
-        expanded += [token] if plan is None else plan.expanded(token).tolist()
-    return expanded
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

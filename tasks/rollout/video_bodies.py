@@ -45,13 +45,14 @@ class VideoReader:
         size = 0
         for number, item in enumerate(items):
             part = f"video {number}"
-            fields = Fields(item, ("frames", "indices", "total_frames", "fps"), part)
+            fields = Fields(item, ("frames", "indices", "total_frames", "fps", "sampled_fps"), part)
             try:
                 sampled, size = self._read(fields, size)
+                rate = fields.number("sampled_fps", *RATES, self.vision.limits.fps)
+                info = sampled.info
+                plan = self.vision.plan_frames(info.height, info.width, sampled.indices, info, rate)
             except UnusableRow as error:
                 raise invalid_request(f"{part}: {error}") from None
-            info = sampled.info
-            plan = self.vision.plan_frames(info.height, info.width, sampled.indices, info)
             videos.append(SentVideo(RequestVideo(plan, self.vision, lambda sampled=sampled: sampled), plan))
         return videos
 

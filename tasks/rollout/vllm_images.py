@@ -59,7 +59,14 @@ def image_arguments(
 
 def takes_videos(vision: VisionProcessor) -> bool:
     """Return whether vLLM takes videos of a model as training does: those whose frames follow their times as text."""
-    return vision.family.has_timestamps and vision.family.answers_videos
+    return vision.family.has_timestamps and not vision.family.has_image_tokens
+
+
+def check_model(flag: str, model_type: str | None) -> None:
+    """Raise ValueError, naming the flag, for a model with which vLLM does not answer in this version: an Omni model."""
+    family = FAMILIES.get(model_type or "")
+    if family is not None and family.image is not None and family.audio is not None:
+        raise ValueError(f"{flag}: vLLM does not answer with {model_type} in this version. Use transformers.")
 
 
 def vllm_prompt(request: Request) -> dict[str, Any]:

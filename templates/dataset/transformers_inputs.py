@@ -15,59 +15,60 @@ if TYPE_CHECKING:
 KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 SEEN = KINDS[:2]  # these have a type of token
 
+type Values = tuple[MediaPlan, np.ndarray]  # a medium, and its values as of `VisionProcessor.decode`
 
-def transformers_inputs(
-    media: Iterable[tuple[MediaPlan, np.ndarray]], tokens: "Tensor", vision: VisionProcessor
-) -> dict[str, "Tensor"]:
+
+def transformers_inputs(media: Iterable[Values], tokens: "Tensor", vision: VisionProcessor) -> dict[str, Any]:
     """Return the inputs of a model for the media of a batch; {} without any.
 
-    media: in the order of the batch's documents, with their values, as of `VisionProcessor.decode`
+    They are tensors; `pixel_values_videos` of LLaVA-OneVision is a list of one for each video.
+    media: in the order of the batch's documents
     tokens: int64 [documents, longest]
     """
     import torch
 
+    family = vision.family
+    plans: dict[MediaKind, list[Values]] = {kind: [] for kind in KINDS}
+    for plan, values in media:
+        if plan.kind == "video" and family.has_image_tokens:
+            # As images: transformers' GLM looks for the features of all images among all videos, and the reverse.
+            plans["image"] += _frames(plan, values)
+        else:
+            plans[plan.kind].append((plan, values))
     inputs: dict[str, Any] = {}
-    plans: dict[MediaKind, list[tuple[MediaPlan, np.ndarray]]] = {kind: [] for kind in KINDS}
-    for plan, patches in media:
-        plans[plan.kind].append((plan, patches))
     if images := plans["image"]:
         inputs |= vision.image_inputs(images)
     if videos := plans["video"]:
-        patches = torch.from_numpy(np.concatenate([patches for _, patches in videos]))
-        inputs["pixel_values_videos"] = vision.normalize(patches, "video")
-        inputs["video_grid_thw"] = torch.tensor([plan.grid for plan, _ in videos])
-        if (rate := vision.tokens_per_second) is not None:
-            inputs["second_per_grid_ts"] = torch.tensor([plan.time_step / rate for plan, _ in videos])
+        inputs |= vision.video_inputs(videos)
     if audios := plans["audio"]:
         assert vision.audio is not None
         inputs |= vision.audio.inputs([spectrogram for _, spectrogram in audios])
-    if images and not vision.family.has_axes:
-        return inputs | image_kinds(tokens, vision)
-    if not images and not videos:
-        return inputs
-    kinds = torch.zeros_like(tokens, dtype=torch.int32)
-    if vision.family.has_image_tokens:
-        start, end = vision.video_ends
-        is_within = (tokens == start).cumsum(1) > (tokens == end).cumsum(1)
-        kinds[tokens == vision.image_token_id] = 1
-        return inputs | {"mm_token_type_ids": kinds * (1 + is_within.int())}
-    for number, kind in enumerate(SEEN, 1):  # transformers' numbers
-        if plans[kind]:
-            kinds[tokens == vision.placeholder_id(kind)] = number
-    return inputs | {"mm_token_type_ids": kinds}
+    if family.has_blocks and images:
+        inputs["token_type_ids"] = (tokens == vision.image_token_id).long()
+    # Omni models find media by the tokens before them.
+    if family.has_axes and not family.follows_time and (images or videos):
+        kinds = torch.zeros_like(tokens, dtype=torch.int32)
+        for number, kind in enumerate(SEEN, 1):  # transformers' numbers
+            if plans[kind]:
+                kinds[tokens == vision.placeholder_id(kind)] = number
+        inputs["mm_token_type_ids"] = kinds
+    return inputs
 
 
-def image_kinds(tokens: "Tensor", vision: VisionProcessor) -> dict[str, "Tensor"]:
-    """Return the input of a model that tells tokens of images from text, if it has one. tokens: int64 of any shape"""
-    is_image = tokens == vision.image_token_id
-    if vision.family.has_blocks:
-        return {"token_type_ids": is_image.long()}
-    return {"mm_token_type_ids": is_image.int()} if vision.family.has_axes else {}
+def _frames(plan: MediaPlan, patches: np.ndarray) -> list[Values]:
+    """Return the patches of time of a video, each as an image."""
+    time, height, width = plan.grid
+    frame = plan._replace(grid=(1, height, width))
+    return [(frame, part) for part in patches.reshape(time, height * width, -1)]
 
 
-def to_model(inputs: "Mapping[str, Tensor]", device: "torch.device", dtype: "torch.dtype") -> dict[str, "Tensor"]:
+def to_model(inputs: Mapping[str, Any], device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
     """Return inputs on a model's device, pixels and spectrograms in its dtype: Llama 4's tower takes no other."""
-    return {
-        name: tensor.to(device, dtype if name.startswith("pixel_values") or name == "input_features" else tensor.dtype)
-        for name, tensor in inputs.items()
-    }
+
+    def move(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [move(name, part) for part in value]
+        is_medium = name.startswith("pixel_values") or name == "input_features"
+        return value.to(device, dtype if is_medium else value.dtype)
+
+    return {name: move(name, value) for name, value in inputs.items()}

@@ -113,7 +113,7 @@ class AudioProcessor:
         for number, spectrogram in enumerate(spectrograms):
             features[number, :, : len(spectrogram)] = torch.from_numpy(spectrogram).T
             mask[number, : len(spectrogram)] = 1
-        return {"input_features": features, "input_features_mask": mask}
+        return {"input_features": features, self._family.mask: mask}
 
     def _padded_spectrogram(self, samples: np.ndarray, frames: int) -> np.ndarray:
         hop, window = self._extractor.hop_length, self._extractor.n_fft

@@ -45,11 +45,13 @@ class AudioFamily:
     window: default of n_window in audio_config, half a chunk of a spectrogram in frames
     is_padded: as of Qwen2.5-Omni, audios are continued by silence to the longest that the extractor takes, and pairs of
         the tower's positions are tokens
+    mask: name of the mask of spectrograms among the inputs of transformers' model
     """
 
     placeholder: Placeholder
     window: int = 50
     is_padded: bool = False
+    mask: str = "input_features_mask"
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,6 @@ class VisionFamily:
         """Return whether the settings of a processor of videos are read."""
         return self.processor in ("qwen2_vl", "onevision") and self.image is not None
 
-    @property
-    def answers_videos(self) -> bool:
-        """Return whether answers are generated to videos; else they are trained on alone, if at all."""
-        return self.video is not None and self.processor == "qwen2_vl" and not self.has_image_tokens
-
     def placeholder(self, kind: MediaKind) -> Placeholder | None:
         """Return the tokens of a medium; None if its kind is not supported."""
         if kind == "audio":
@@ -155,17 +152,20 @@ LLAMA = VisionFamily(
     template_image="<|image|>",
     has_bf16_pixels=True,
 )
+OMNI_MASK = "feature_attention_mask"
 QWEN2_5_OMNI = VisionFamily(
     "none",
     image=Placeholder("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"),
     video=Placeholder("<|vision_bos|>", "<|VIDEO|>", "<|vision_eos|>"),
-    audio=AudioFamily(Placeholder("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"), window=100, is_padded=True),
+    audio=AudioFamily(
+        Placeholder("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"), window=100, is_padded=True, mask=OMNI_MASK
+    ),
     video_pixels=(128 * 28 * 28, 768 * 28 * 28),
     follows_time=True,
 )
 QWEN3_OMNI = VisionFamily(
     "norm1000",
-    audio=AudioFamily(QWEN_AUDIO),
+    audio=AudioFamily(QWEN_AUDIO, mask=OMNI_MASK),
     video_pixels=(128 * 32 * 32, 768 * 32 * 32),
     follows_time=True,
 )
@@ -194,13 +194,6 @@ FAMILIES = {
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
 }
-
-
-def check_answers(model_type: str | None) -> None:
-    """Raise ValueError for Omni models, which see and hear: they are trained, and generate no answers here."""
-    family = FAMILIES.get(model_type or "")
-    if family is not None and family.image is not None and family.audio is not None:
-        raise ValueError(f"--model: this version trains {model_type}, but does not answer with it. Use transformers.")
 
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "merge_kernel_size", "temporal_patch_size", "tokens_per_second"

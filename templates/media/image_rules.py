@@ -115,6 +115,13 @@ class ImageRules(ABC):
     def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
         """Return inputs of transformers' model. images: grid and normalized patches of each, fp32 [patches, values]"""
 
+    def video_inputs(self, videos: "Sequence[tuple[Grid, Tensor]]") -> dict[str, Any]:
+        """Return inputs of it for videos. videos: grid and normalized patches of each, fp32 [patches, values]"""
+        import torch
+
+        grids = torch.tensor([grid for grid, _ in videos])
+        return {"pixel_values_videos": torch.cat([patches for _, patches in videos]), "video_grid_thw": grids}
+
     def size_inputs(self, sizes: "Sequence[tuple[int, int] | None]") -> "dict[str, Tensor]":
         """Return further inputs of it, given the height and width of each image before resizing; None: unknown."""
         return {}

@@ -213,12 +213,6 @@ class VisionProcessor:
         """Return the tokens before and behind a placeholder, which belong to the medium."""
         return self._enclosing_ids[token]
 
-    @property
-    def video_ends(self) -> tuple[int, int]:
-        """Tokens before and behind a video."""
-        (start,), (end,) = self.enclosing(self.placeholder_id("video"))
-        return start, end
-
     def placeholder_text(self, kind: MediaKind) -> str:
         """Return the text of a medium where there is no chat template: in pre-training. Raises UnusableRow."""
         placeholder = self.family.placeholder(kind)
@@ -261,6 +255,11 @@ class VisionProcessor:
         step = self._time_step(info, len(indices), fps or self.limits.fps)
         return MediaPlan("video", grid, self._rules.video_tokens(grid), step, layout=self._rules.video_layout(grid))
 
+    def sampled_fps(self, plan: MediaPlan) -> float:
+        """Return the frames per second that a video of an Omni model was asked for."""
+        assert self.tokens_per_second is not None
+        return self.tokens_per_second * self.temporal_patch_size / plan.time_step
+
     def plan_image(self, height: int, width: int, limits: MediaLimits) -> MediaPlan:
         """Return the size of an image of this height and width. Raises UnusableRow with the reason."""
         rules, size = self._rules, (height, width)
@@ -277,9 +276,21 @@ class VisionProcessor:
         import torch
 
         inputs = self._rules.inputs(
-            [(plan.grid, self.normalize(torch.from_numpy(patches), "image")) for plan, patches in images]
+            [(plan.grid, self.normalize(torch.from_numpy(patches), plan.kind)) for plan, patches in images]
         )
         return inputs | self._rules.size_inputs([plan.size for plan, _ in images])
+
+    def video_inputs(self, videos: "Sequence[tuple[MediaPlan, np.ndarray]]") -> dict[str, Any]:
+        """Return the inputs of transformers' model for some videos. videos: plan and decoded patches of each"""
+        import torch
+
+        inputs = self._rules.video_inputs(
+            [(plan.grid, self.normalize(torch.from_numpy(patches), "video")) for plan, patches in videos]
+        )
+        if (rate := self.tokens_per_second) is not None:
+            name = "video_second_per_grid" if self.family.follows_time else "second_per_grid_ts"
+            inputs[name] = torch.tensor([plan.time_step / rate for plan, _ in videos])
+        return inputs
 
     def tokens(self, grid: Grid) -> int:
         """Return the number of visual tokens of a grid."""

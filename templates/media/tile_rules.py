@@ -378,14 +378,22 @@ class OneVisionImages(ImageRules):
     def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
         import torch
 
-        most, tile, patch, side = max(grid[0] for grid, _ in images), self._tile, self.patch_size, self._side
+        most, tile = max(grid[0] for grid, _ in images), self._tile
         values = torch.zeros(len(images), most, 3, tile, tile)
         for number, (grid, patches) in enumerate(images):
-            tiles = patches.view(grid[0], side, side, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
-            values[number, : grid[0], :, : side * patch, : side * patch] = tiles.reshape(
-                grid[0], 3, side * patch, side * patch
-            )
+            values[number, : grid[0]] = self._tiles(grid, patches)
         return {"pixel_values": values}
+
+    def _tiles(self, grid: Grid, patches: "Tensor") -> "Tensor":
+        """Return the pixels of tiles or frames: fp32 [tiles, 3, height, width], 0 where they are of no patch."""
+        patch, side = self.patch_size, self._side
+        tiles = patches.view(grid[0], side, side, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
+        values = patches.new_zeros(grid[0], 3, self._tile, self._tile)
+        values[:, :, : side * patch, : side * patch] = tiles.reshape(grid[0], 3, side * patch, side * patch)
+        return values
+
+    def video_inputs(self, videos: "Sequence[tuple[Grid, Tensor]]") -> dict[str, Any]:
+        return {"pixel_values_videos": [self._tiles(grid, patches) for grid, patches in videos]}
 
     def size_inputs(self, sizes: "Sequence[tuple[int, int] | None]") -> "dict[str, Tensor]":
         import torch

@@ -69,7 +69,7 @@ def test_code_of_a_folder_never_runs(folder, capfd):
 PROCESSORS = (
     "templates/media/processor_files.py",
     "templates/media/audio_processor.py",
-    "tasks/rollout/image_inputs.py",
+    "tasks/rollout/media_inputs.py",
 )
 LOADERS = {ROOT / name for name in ("bridge/checkpoint/pretrained.py", *PROCESSORS)}
 

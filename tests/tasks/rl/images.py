@@ -65,9 +65,12 @@ class Seen(upstream.Reference):
 
     def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
         oracle = next(oracle for oracle in self.oracles if oracle.model is model)
-        drawn = torch.tensor(row["completion_ids"])
         media = seen(row), row.get("videos", [])
-        prompt = oracle.conversation(row["messages"], *media, prompt=True)
+        return self._drawn(oracle, oracle.conversation(row["messages"], *media, prompt=True), row)
+
+    def _drawn(self, oracle: Oracle, prompt: dict[str, Tensor], row: dict) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of a completion. prompt: inputs of a model"""
+        drawn = torch.tensor(row["completion_ids"])
         logits = oracle.completion(prompt, drawn).float() / self.temperature
         log_probs = logits.log_softmax(-1)
         entropies = -(log_probs.exp() * log_probs).sum(-1)

@@ -1,25 +1,33 @@
-"""Media that no engine answers to."""
+"""Models and media that an engine does not take."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megaswift.tasks.rollout import factory
+from megaswift.templates.media.families import FAMILIES
 
 
-def test_videos_of_glm_are_not_answered_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megaswift.templates.media.families import FAMILIES
-
-    monkeypatch.setattr(factory, "most_media", lambda data, kind: 0)
-    options: Any = SimpleNamespace(
-        vllm_mode="colocate", vllm_server_host=None, vllm_server_base_url=None, use_vllm=False
-    )
-    for has_videos in (False, True):
-        monkeypatch.setattr(factory, "has_videos", lambda data, has_videos=has_videos: has_videos)
-        vision = SimpleNamespace(family=FAMILIES["glm4v_moe"], model_type="glm4v_moe")
-        run: Any = SimpleNamespace(data=None, vision=vision)
-        if not has_videos:
-            factory.check_media(run, options)
-            continue
-        with pytest.raises(ValueError, match="it has videos, to which glm4v_moe generates no answers"):
+@pytest.mark.parametrize(
+    ("model_type", "has_videos", "said"),
+    [
+        ("qwen3_vl", True, None),
+        ("glm4v_moe", False, None),
+        ("glm4v_moe", True, "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL alone"),
+        ("qwen3_omni_moe", False, "--use_vllm true: vLLM does not answer with qwen3_omni_moe in this version"),
+    ],
+)
+def test_what_vllm_takes(monkeypatch: pytest.MonkeyPatch, model_type: str, has_videos: bool, said: str | None) -> None:
+    monkeypatch.setattr(factory, "has_videos", lambda data: has_videos)
+    vision = SimpleNamespace(family=FAMILIES[model_type])
+    run: Any = SimpleNamespace(data=None, vision=vision, hf_config={"model_type": model_type})
+    for use_vllm in (True, False):
+        options: Any = SimpleNamespace(
+            vllm_mode=None, vllm_server_host=None, vllm_server_base_url=None, use_vllm=use_vllm
+        )
+        monkeypatch.setattr(factory.importlib.util, "find_spec", lambda name: object())
+        if said and use_vllm:
+            with pytest.raises(ValueError, match=said):
+                factory.check_media(run, options)
+        else:
             factory.check_media(run, options)

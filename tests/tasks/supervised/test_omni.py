@@ -158,14 +158,3 @@ def test_a_checkpoint_of_megatron_core_and_back(model, place):
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     files = [json.loads((place / folder / "config.json").read_text()) for folder in (model, f"{model}-back")]
     assert files[0] == files[1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("command", ["megatron rlhf --rlhf_type grpo --reward_funcs format", "swift infer"])
-def test_no_answers_are_generated(command, place):
-    write(place / "text.jsonl", [{"messages": [{"role": "user", "content": "what?"}]}] * 4)
-    data = "--val_dataset" if command.startswith("swift") else "--output_dir refused --train_iters 1 --dataset"
-    words = f"-m megaswift.cli.main {command} --model {MODELS[0]} {data} text.jsonl"
-    done = prepared.run(words.split(), cwd=place, environment=os.environ | {"HF_HOME": str(place / "cache")})
-    assert done.returncode == 1
-    assert f"this version trains {MODELS[0]}, but does not answer with it" in done.stdout + done.stderr

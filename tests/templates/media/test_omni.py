@@ -57,14 +57,14 @@ def random_rows(folder: Path, seed: int) -> list[dict]:
     return rows
 
 
-def reference(processor: Any, row: dict, fps: float) -> dict:
-    """What transformers' processor makes of a row."""
+def reference(processor: Any, row: dict, fps: float, *, prompt: bool = False) -> dict:
+    """What transformers' processor makes of a row. prompt: the beginning of an answer follows"""
     messages = []
     for message in row["messages"]:
         pieces = re.split("<(image|video|audio)>", message["content"])
         blocks = [{"type": p} if p in KINDS else {"type": "text", "text": p} for p in pieces if p]
         messages.append(message | {"content": blocks})
-    text = processor.apply_chat_template(messages, tokenize=False)
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     media: dict[str, Any] = {
         "images": [Image.open(path).convert("RGB") for path in row["images"]],
         "videos": [np.stack([np.array(Image.open(p).convert("RGB")) for p in paths]) for paths in row["videos"]],

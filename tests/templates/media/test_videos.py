@@ -18,6 +18,7 @@ from tests.tiny_vision import picture
 
 FAMILIES = "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v"
 GLMS = FAMILIES[2:]
+GRIDS = "mm_token_type_ids", "image_grid_thw", "video_grid_thw"
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +97,9 @@ def test_frames_that_glm_samples(checkpoint, monkeypatch: pytest.MonkeyPatch, fa
 
 @pytest.mark.parametrize("family", GLMS)
 def test_tokens_of_videos_among_those_of_images(checkpoint, family: str) -> None:
-    """Of a GLM, whose model asks which is which."""
+    """Of a GLM, whose model gets patches of time as images: it takes no image beside a video."""
     from megaswift.templates.dataset.transformers_inputs import transformers_inputs
+    from transformers import AutoModelForImageTextToText
 
     made = checkpoint(family)
     vision, image = made.vision(), picture(70, 90)
@@ -111,9 +113,20 @@ def test_tokens_of_videos_among_those_of_images(checkpoint, family: str) -> None
     media = [Medium("video", frames), Medium("image", image)]
     plans = [(plan := vision.plan(medium), vision.decode(medium, plan)) for medium in media]
     inputs = transformers_inputs(plans, expected["input_ids"], vision)
-    assert inputs.keys() == expected.keys() - {"input_ids", "attention_mask"}
-    assert all(torch.equal(inputs[name], expected[name].to(inputs[name].dtype)) for name in inputs)
-    assert set(inputs["mm_token_type_ids"].flatten().tolist()) == {0, 1, 2}
+    assert inputs.keys() == {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
+    pixels = torch.cat([expected["pixel_values_videos"], expected["pixel_values"]])
+    assert torch.equal(inputs["pixel_values"], pixels)
+    (time, *sides), image_grid = expected["video_grid_thw"][0].tolist(), expected["image_grid_thw"][0].tolist()
+    assert inputs["image_grid_thw"].tolist() == [*([[1, *sides]] * time), image_grid]
+    assert torch.equal(inputs["mm_token_type_ids"], expected["mm_token_type_ids"].clamp(max=1).int())
+    # Both have the same positions.
+    model = AutoModelForImageTextToText.from_pretrained(made.folder).model
+    found, wanted = (
+        model.get_rope_index(expected["input_ids"], **{name: of.get(name) for name in GRIDS})
+        for of in (inputs, expected)
+    )
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
 
 
 @pytest.mark.parametrize(("frames", "rate"), [(30, 10), (61, 24), (90, 12)])

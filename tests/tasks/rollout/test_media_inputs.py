@@ -1,4 +1,4 @@
-"""Images of requests in transformers' engine: the prompts and inputs of the checkpoint's own processor."""
+"""Media of requests in transformers' engine: the prompts and inputs of the checkpoint's own processor."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from megaswift.bridge.checkpoint.pretrained import load_tokenizer
 from megaswift.tasks.rollout.engine import Request
-from megaswift.tasks.rollout.image_inputs import ImageInputs
+from megaswift.tasks.rollout.media_inputs import RequestInputs
 from megaswift.tasks.rollout.request_image import RequestImage
 from megaswift.templates.media.processor import VisionProcessor
 from megaswift.templates.options import MediaOptions
@@ -47,7 +47,8 @@ def test_inputs_are_those_of_the_processor(family: str, tmp_path) -> None:
             )
             for text, numbers in zip(texts, used, strict=True)
         ]
-        prompts, inputs = ImageInputs(folder).of(requests)
+        media_inputs = RequestInputs(folder)
+        prompts, media = media_inputs.expand(requests)
         expected = [
             processor(text=[text], images=[pictures[n] for n in numbers], return_tensors="pt", **images[0].arguments)
             for text, numbers in zip(texts, used, strict=True)
@@ -60,6 +61,9 @@ def test_inputs_are_those_of_the_processor(family: str, tmp_path) -> None:
             text=texts, images=pictures_of_texts, padding=True, return_tensors="pt",
             **images[0].arguments,
         )  # fmt: skip
+        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+        inputs = media_inputs.inputs(media, tokens)
+        inputs.pop("mm_token_type_ids", None)
         assert inputs.keys() == given.keys() - {"input_ids", "attention_mask", "mm_token_type_ids", "batch_num_images"}
         if family == "llava_onevision":  # whose tower does not see the last pixels of a tile
             given["pixel_values"][..., 28:, :] = given["pixel_values"][..., 28:] = 0

@@ -1,0 +1,126 @@
+"""GRPO on prompts with images, videos and audios together, and with images and videos of further families."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests import tiny_omni, tiny_vision
+from tests.tasks.audio_oracle import write_sounds
+from tests.tasks.distillation.test_teacher_server import teaching
+from tests.tasks.preference.runs import assert_close
+from tests.tasks.rl import upstream
+from tests.tasks.rl.images import FRAMES, PICTURES, Seen, question_of_video, write
+from tests.tasks.rl.images import question as question_of_images
+from tests.tasks.rl.runs import DIFFERENCE, Place, Trained, assert_same_steps
+from tests.tasks.vision_oracle import ALL, Oracle
+from tests.templates.media.test_omni import reference
+
+pytestmark = pytest.mark.slow
+FURTHER = "glm4v", "llava_onevision", "llava", "mistral3", "internvl", "llama4", "kimi_k25", "gemma3", "ovis2"
+FLAGS = f"--dataset omni.jsonl {ALL} --beta 0"
+# With seeds of completions without placeholders, which transformers' forward pass does not take.
+MODELS = [("qwen3_omni_moe", 4), pytest.param("qwen2_5_omni", 2, marks=pytest.mark.long)]
+
+
+def question(number: int) -> dict[str, Any]:
+    """A prompt with up to one image, video and audio."""
+    images, videos, audios = number % 2, number // 2 % 2, int(number % 3 > 0)
+    text = "<audio>" * audios + "what <image>" * images + "colour?" + "<video>" * videos
+    frames = [f"frame-{(number + i) % FRAMES}.png" for i in range(2 + number % 3)]
+    return {
+        "messages": [{"role": "user", "content": text}], "images": [f"{number % PICTURES}.png"] * images,
+        "videos": [frames] * videos, "audios": [f"{number}.wav"] * audios, "goal": number, "solution": 5,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def omni(place: Place) -> Place:
+    for name, make in tiny_omni.FAMILIES.items():
+        make(place.folder / name)
+    for name in FURTHER:
+        tiny_vision.FAMILIES[name](place.folder / name)
+    for number in range(PICTURES):
+        tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place.folder / f"{number}.png")
+    for number in range(FRAMES):
+        tiny_vision.picture(70, 60, 20 + number).save(place.folder / f"frame-{number}.png")
+    write_sounds(place.folder)
+    write(place.folder / "omni.jsonl", [question(number) for number in range(6)])
+    write(place.folder / "images.jsonl", [question_of_images(number) for number in range(6)])
+    rows = [question_of_video(number) for number in range(6)]
+    write(place.folder / "videos-and-images.jsonl", rows)
+    write(place.folder / "videos.jsonl", [row | {"messages": [VIDEO], "images": []} for row in rows])
+    return place
+
+
+VIDEO = {"role": "user", "content": "<video>what?"}
+
+
+class OmniOracle(Oracle):
+    auto_class = "AutoModelForMultimodalLM"
+
+    def of_row(self, row: dict[str, Any]) -> dict[str, Tensor]:
+        """The inputs of a prompt."""
+        files: dict[str, Any] = {name: row.get(name, []) for name in ("images", "videos", "audios")}
+        paths: dict[str, Any] = {
+            name: [str(self.pictures / file) for file in files[name]] for name in ("images", "audios")
+        }
+        paths["videos"] = [[str(self.pictures / frame) for frame in frames] for frames in files["videos"]]
+        return reference(self.processor, {"messages": row["messages"], **paths}, 2, prompt=True)
+
+
+class Reference(Seen):
+    """GRPO of the thinker of a model, without a reference."""
+
+    def __init__(self, place: Place, run: Trained, name: str):
+        self.oracle = OmniOracle(place.folder / name, place.folder)
+        self.oracle.model = self.oracle.model.thinker
+        upstream.Reference.__init__(self, place.folder / name, run, self.oracle.model, self.oracle.model, beta=0.0)
+
+    def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
+        return self._drawn(self.oracle, self.oracle.of_row(row), row)
+
+
+@pytest.mark.parametrize(("model", "seed"), MODELS)
+def test_steps_are_those_of_trl(model: str, seed: int, omni: Place) -> None:
+    """Both towers are trained, and sent to the engine, which samples with the trained weights."""
+    run = omni.run(f"--model {model} {FLAGS} --log_entropy true --steps_per_generation 1 --seed {seed}")
+    assert max(row[f"{DIFFERENCE}/max"] for row in run.steps) < 2e-5
+    log = Reference(omni, run, model).steps()
+    assert len(run.steps) == len(log) == 3
+    for found, wanted in zip(run.steps, log, strict=True):
+        assert_close(found, wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["qwen3_omni_moe", "qwen2_5_omni"])
+def test_a_server_generates_as_the_process_does(model: str, omni: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With frames of another rate than the server's."""
+    monkeypatch.setenv("FPS", "1")
+    flags = f"--model {model} {FLAGS} --steps_per_generation 1 --lr 3e-3"
+    alone = omni.run(flags)
+    monkeypatch.delenv("FPS")
+    with teaching(omni.folder / model, torch_dtype="float32") as (url, _):
+        monkeypatch.setenv("FPS", "1")
+        served = omni.run(f"{flags} --use_vllm true --vllm_mode server --vllm_server_base_url {url}")
+    assert_same_steps(served, alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("glm4v", "videos-and-images"),
+        ("glm4v", "videos"),
+        ("llava_onevision", "videos"),
+        *((name, "images") for name in FURTHER),
+    ],
+)
+def test_completions_are_those_of_training(model: str, data: str, omni: Place) -> None:
+    """In transformers' engine and behind a server."""
+    flags = f"--model {model} --dataset {data}.jsonl {ALL} --beta 0 --steps_per_generation 1"
+    run = omni.run(flags)
+    assert max(row[f"{DIFFERENCE}/max"] for row in run.steps) < 1e-4
+    with teaching(omni.folder / model, torch_dtype="float32") as (url, _):
+        served = omni.run(f"{flags} --use_vllm true --vllm_mode server --vllm_server_base_url {url}")
+    assert_same_steps(served, run)
