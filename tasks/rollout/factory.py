@@ -151,7 +151,12 @@ def engine_kind(options: EngineOptions) -> str:
 
 
 def check_media(run: Run, options: EngineOptions) -> None:
-    """Raise ValueError if the engine takes not the model, or no videos in this version, and the data has some."""
+    """Raise ValueError if the engine does not take the model, or the data's videos or their sound, in this version."""
+    if engine_kind(options) == "server" and run.vision and run.vision.sound:
+        raise ValueError(
+            "USE_AUDIO_IN_VIDEO true: a run does not send the sound of videos to servers in this version. Remove "
+            "--vllm_mode server, or give the sound as an audio of the row"
+        )
     if engine_kind(options) != "vllm":
         return
     check_model("--use_vllm true", run.hf_config.get("model_type"))

@@ -81,6 +81,8 @@ def _decoded_bytes(medium: RequestMedium) -> int:
 def _encode(medium: RequestMedium) -> JsonObject:
     """Return an image, the frames of a video, or the samples of an audio, without loss."""
     if isinstance(medium, RequestAudio):
+        if medium.plan.is_sound:
+            raise ValueError("USE_AUDIO_IN_VIDEO true: a run does not send the sound of videos to servers. Remove it")
         return {"samples": base64.b64encode(medium.samples.astype("<f4").tobytes()).decode()}
     if isinstance(medium, RequestImage):
         return {"data": _png(medium.pixels), "min_pixels": medium.min_pixels, "max_pixels": medium.max_pixels}

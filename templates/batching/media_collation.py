@@ -38,7 +38,7 @@ class MicroBatchMedia:
     """Media of a micro batch in the order of MediaBatch, with the values of those that this rank encodes.
 
     documents: media of each document, in order
-    samples: sample of each document, within which media with the same number are one
+    samples: sample of each document, within which media of a kind with the same number are one
     A document without loss leaves its whole sample without.
     Every rank checks the headers of all media, so that all agree on the documents without loss: those with a file that
     is missing, truncated or changed. A medium that still cannot be decoded is grey or silent. Only the rank that
@@ -58,11 +58,13 @@ class MicroBatchMedia:
         self.vision, self.rank, self.ranks, self.strict = vision, rank, ranks, strict
         pairs = [(number, medium) for number, media in enumerate(documents) for medium in media]
         self._uses = sorted(pairs, key=lambda pair: KINDS.index(pair[1].plan.kind))  # stable
-        keys = [(samples[document], medium.number) for document, medium in self._uses]
-        first_uses: dict[tuple[int, int], PlacedMedium] = {}
+        keys: list[tuple[int, MediaKind, int]] = [
+            (samples[document], medium.plan.kind, medium.number) for document, medium in self._uses
+        ]
+        first_uses: dict[tuple[int, MediaKind, int], PlacedMedium] = {}
         for key, (_, medium) in zip(keys, self._uses, strict=True):
             first_uses.setdefault(key, medium)
-        self.media = [(sample, medium) for (sample, _), medium in first_uses.items()]
+        self.media = [(sample, medium) for (sample, _, _), medium in first_uses.items()]
         indices = {key: index for index, key in enumerate(first_uses)}
         self._media_of_uses = [indices[key] for key in keys]
         self.encoders = assign_encoders([vision.encoding_cost(medium.plan) for _, medium in self.media], ranks)

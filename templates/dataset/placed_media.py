@@ -13,11 +13,14 @@ from ..media.processor import MediaPlan
 Document = tuple[np.ndarray, np.ndarray]  # token ids [length], loss weights [length]
 
 
+KINDS: tuple[MediaKind, ...] = ("image", "image", "video", "audio")  # by the values of `_expansion_to_json`
+
+
 class PlacedMedium(NamedTuple):
     """Image, video or audio of a document."""
 
     place: int  # index of its placeholder in the document; of its first token, once the document is expanded
-    number: int  # among the media of its row; of several documents it is the same medium
+    number: int  # among the media of its row, a video's for its sound; of several documents it is the same medium
     plan: MediaPlan
     medium: Medium | None = None  # None: to be read from the row
 
@@ -32,7 +35,7 @@ def expand(ids: np.ndarray, weights: np.ndarray, media: Sequence[PlacedMedium]) 
     ids, weights = np.repeat(ids, repeats), np.repeat(weights, repeats)
     placed = [medium._replace(place=int(starts[medium.place])) for medium in media]
     for medium in placed:
-        if medium.plan.expansion is not None:
+        if medium.plan.expansion is not None and not medium.plan.is_sound:
             ids[medium.place : medium.place + medium.plan.length] = medium.plan.expansion
     return (ids, weights), placed
 
@@ -74,8 +77,10 @@ def media_to_json(media: Iterable[PlacedMedium]) -> list[Json]:
 
 
 def _expansion_to_json(plan: MediaPlan) -> list[Json]:
-    """Return nothing, or the expansion, of an image; time step and expansion of a video."""
+    """Return nothing, or the expansion, of an image; time step and expansion of a video; three values of an audio."""
     ids: Json = None if plan.expansion is None else plan.expansion.tolist()
+    if plan.kind == "audio":
+        return [None, None, ids]
     if plan.kind == "video":
         return [plan.time_step, ids]
     return [] if ids is None else [ids]
@@ -85,9 +90,9 @@ def media_from_json(rows: Iterable[Any]) -> list[PlacedMedium]:
     """Restore the media of `media_to_json`."""
     media: list[PlacedMedium] = []
     for place, number, grid, tokens, source, limits, *others in rows:
-        kind: MediaKind = "video" if len(others) == 2 else "image"
-        *time_step, expansion = others or [None]
+        kind = KINDS[len(others)]
+        time_step, expansion = others[0] if kind == "video" else 1, others[-1] if others else None
         ids = None if expansion is None else np.array(expansion, np.int32)
-        plan = MediaPlan(kind, tuple(grid), tokens, *time_step, expansion=ids)
-        media.append(PlacedMedium(place, number, plan, Medium(kind, source, limits)))
+        plan = MediaPlan(kind, tuple(grid), tokens, time_step, expansion=ids)
+        media.append(PlacedMedium(place, number, plan, Medium(kind, source, limits, plan.is_sound)))
     return media

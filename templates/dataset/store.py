@@ -95,7 +95,7 @@ class TokenFile:
         counts = {}
         for number, kind in enumerate(MEDIA_KINDS):
             counts[kind] = self._per_sample(
-                lambda lists, number=number: (lists["media_kinds"][1] == number) & _is_first(*lists["media_numbers"])
+                lambda lists, number=number: (lists["media_kinds"][1] == number) & _is_first(lists)
             )
         return counts
 
@@ -218,10 +218,12 @@ class TokenFile:
         return np.concatenate([np.empty(0, NUMPY_TYPES[SCHEMA.field(name).type]), *columns])
 
 
-def _is_first(offsets: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return whether each medium of samples is the first with its number in its sample: bool [media]."""
+def _is_first(lists: dict) -> np.ndarray:
+    """Return whether each medium of samples is the first of its kind with its number in its sample: bool [media]."""
+    (offsets, numbers), (_, kinds) = lists["media_numbers"], lists["media_kinds"]
     samples = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    _, first = np.unique(np.stack([samples, numbers[: len(samples)]]), axis=1, return_index=True)
+    keys = np.stack([samples, kinds[: len(samples)], numbers[: len(samples)]])
+    _, first = np.unique(keys, axis=1, return_index=True)
     is_first = np.zeros(len(numbers), bool)
     is_first[first] = True
     return is_first
@@ -319,7 +321,10 @@ class TokenStore:
         if not media or not self._read_media:
             return media
         sources = self._read_media[file](int(self.files[file].rows[number]))
-        return [medium._replace(medium=sources[medium.number]) for medium in media]
+        return [
+            medium._replace(medium=sources[medium.number].sound if medium.plan.is_sound else sources[medium.number])
+            for medium in media
+        ]
 
     def label(self, i: int) -> np.ndarray:
         """Return the label of sample i: float32 [numbers]."""

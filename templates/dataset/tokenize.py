@@ -274,9 +274,7 @@ class Encoder:
         if row_media:
             numbers = [find_medium(row_media, medium) for medium in media]
             placed = tuple(
-                medium._replace(number=number)
-                for medium, number in zip(placed, numbers, strict=True)
-                if number is not None
+                medium._replace(number=number) for medium in placed if (number := numbers[medium.number]) is not None
             )
         runs = document.runs
         for medium in placed:
@@ -288,6 +286,12 @@ class Encoder:
         """Return the tokens of a medium before it is expanded: its placeholder, and the tokens that enclose it."""
         assert self.vision is not None
         start, stop = place, place + 1
+        if self.vision.sound:  # a video's placeholder, and its sound's
+            video, audio = self.vision.placeholder_id("video"), self.vision.placeholder_id("audio")
+            if ids[place] == audio and place and ids[place - 1] == video:
+                place = start = place - 1
+            elif ids[place] == video:
+                stop = place + 2
         before, behind = self.vision.enclosing(int(ids[place]))
         for token in reversed(before):  # the outer ones may be merged with text around them
             if start == 0 or ids[start - 1] != token:
@@ -408,7 +412,12 @@ class Encoder:
 def place_media(ids: np.ndarray, media: Sequence[Medium], vision: VisionProcessor) -> tuple[PlacedMedium, ...]:
     """Return the media of a document at their placeholders in its ids. Raises UnusableRow."""
     places = np.flatnonzero(np.isin(ids, vision.placeholder_ids)).tolist()
-    if ids[places].tolist() != [vision.placeholder_id(medium.kind) for medium in media]:
+    numbered = [
+        (number, part)
+        for number, medium in enumerate(media)
+        for part in ((medium, medium.sound) if vision.sound and medium.kind == "video" else (medium,))
+    ]
+    if ids[places].tolist() != [vision.placeholder_id(medium.kind) for _, medium in numbered]:
         literals = [part.repeated for kind in vision.placeholders if (part := vision.family.placeholder(kind))]
         raise UnusableRow(
             "its text has other placeholders than its media: the chat template omits one of these, or "
@@ -416,7 +425,7 @@ def place_media(ids: np.ndarray, media: Sequence[Medium], vision: VisionProcesso
         )
     return tuple(
         PlacedMedium(place, number, vision.plan(medium), medium)
-        for number, (place, medium) in enumerate(zip(places, media, strict=True))
+        for place, (number, medium) in zip(places, numbered, strict=True)
     )
 
 

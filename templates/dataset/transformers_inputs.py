@@ -21,7 +21,7 @@ type Values = tuple[MediaPlan, np.ndarray]  # a medium, and its values as of `Vi
 def transformers_inputs(media: Iterable[Values], tokens: "Tensor", vision: VisionProcessor) -> dict[str, Any]:
     """Return the inputs of a model for the media of a batch; {} without any.
 
-    They are tensors; `pixel_values_videos` of LLaVA-OneVision is a list of one for each video.
+    They are tensors, or true; `pixel_values_videos` of LLaVA-OneVision is a list of one for each video.
     media: in the order of the batch's documents
     tokens: int64 [documents, longest]
     """
@@ -43,6 +43,8 @@ def transformers_inputs(media: Iterable[Values], tokens: "Tensor", vision: Visio
     if audios := plans["audio"]:
         assert vision.audio is not None
         inputs |= vision.audio.inputs([spectrogram for _, spectrogram in audios])
+        if any(plan.is_sound for plan, _ in audios):
+            inputs["use_audio_in_video"] = True
     if family.has_blocks and images:
         inputs["token_type_ids"] = (tokens == vision.image_token_id).long()
     # Omni models find media by the tokens before them.
@@ -68,6 +70,8 @@ def to_model(inputs: Mapping[str, Any], device: "torch.device", dtype: "torch.dt
     def move(name: str, value: Any) -> Any:
         if isinstance(value, list):
             return [move(name, part) for part in value]
+        if isinstance(value, bool):
+            return value
         is_medium = name.startswith("pixel_values") or name == "input_features"
         return value.to(device, dtype if is_medium else value.dtype)
 

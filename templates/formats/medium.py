@@ -25,6 +25,12 @@ class Medium:
     kind: MediaKind
     source: Json  # path, URL, data URI, base64, {"bytes", "path"}, PIL image; of a video also a list of images
     limits: JsonObject = field(default_factory=dict)  # of the row's chat_template_kwargs: max_pixels, min_pixels, fps
+    is_sound: bool = False  # an audio: that of the video with this source and these limits
+
+    @property
+    def sound(self) -> "Medium":
+        """The sound of a video."""
+        return Medium("audio", self.source, self.limits, is_sound=True)
 
 
 def has_sentinels(text: str) -> bool:

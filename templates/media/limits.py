@@ -9,6 +9,7 @@ from typing import Any
 from ..formats.schemas import UnusableRow
 from ..json_types import JsonObject
 from ..options import MediaOptions
+from .families import VisionFamily
 
 # Variables of the environment, which are also keys of --model_kwargs, and the kind of their value.
 VARIABLES: dict[str, type[int] | type[float]] = {
@@ -17,7 +18,7 @@ VARIABLES: dict[str, type[int] | type[float]] = {
     "VIDEO_TOTAL_PIXELS": int, "FPS": float, "FPS_MIN_FRAMES": int, "FPS_MAX_FRAMES": int, "FRAME_FACTOR": int,
     "MAX_RATIO": float,
 }  # fmt: skip
-SOUND_OF_VIDEOS = "USE_AUDIO_IN_VIDEO"  # known, and refused
+SOUND_OF_VIDEOS = "USE_AUDIO_IN_VIDEO"  # also a key of --model_kwargs
 BBOX_FORMATS = ("legacy", "new")  # values of QWENVL_BBOX_FORMAT
 
 
@@ -69,8 +70,7 @@ def requested_values(options: MediaOptions) -> dict[str, Any]:
     """
     kwargs = {name.upper(): (value, f"--model_kwargs: {name}") for name, value in options.model_kwargs.items()}
     names = {*VARIABLES, "QWENVL_BBOX_FORMAT"}
-    if SOUND_OF_VIDEOS in kwargs:
-        check_sound_of_videos(kwargs.pop(SOUND_OF_VIDEOS)[0])
+    kwargs.pop(SOUND_OF_VIDEOS, None)
     if unknown := sorted(kwargs.keys() - names):
         raise ValueError(f"--model_kwargs: unknown name {unknown[0].lower()}. Use {', '.join(sorted(names)).lower()}.")
     environment = {name: (os.environ[name], name) for name in names if os.environ.get(name)}
@@ -90,13 +90,17 @@ def requested_values(options: MediaOptions) -> dict[str, Any]:
     return values
 
 
-def check_sound_of_videos(value: Any) -> None:
-    """Raise ValueError if a value of SOUND_OF_VIDEOS asks for the sound of videos."""
-    if str(value or "").lower() in ("1", "true"):
-        raise ValueError(
-            f"{SOUND_OF_VIDEOS} {value}: the sound of a video is not supported. Remove it, and give the sound as an "
-            "audio of the row."
-        )
+def asks_for_sound(options: MediaOptions, model_type: str, family: VisionFamily) -> bool:
+    """Return whether the sound of videos is asked for. Raises ValueError for a model that does not hear it."""
+    given = {name.upper(): value for name, value in options.model_kwargs.items()}
+    value = str(given.get(SOUND_OF_VIDEOS, os.environ.get(SOUND_OF_VIDEOS) or "")).lower()
+    if value in ("", "0", "false"):
+        return False
+    if value not in ("1", "true"):
+        raise ValueError(f"{SOUND_OF_VIDEOS} {value}: unknown. Use true or false.")
+    if family.audio is None or family.video is None:
+        raise ValueError(f"{SOUND_OF_VIDEOS} {value}: {model_type} does not hear the sound of videos. Remove it.")
+    return True
 
 
 def resolve_limits(

@@ -6,7 +6,6 @@ families.py lists the families, and audio_processor.py has audios.
 """
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from functools import cached_property
@@ -22,9 +21,10 @@ from ..tokenizer import Tokenizer
 from .audio_processor import AudioProcessor
 from .families import FAMILIES
 from .feature_cache import FeatureFiles
-from .image_rules import Grid, Layout, grown, smart_resize
+from .image_rules import Grid, grown, smart_resize
 from .images import image_size, open_image
-from .limits import SOUND_OF_VIDEOS, MediaLimits, check_sound_of_videos, requested_values, resolve_limits
+from .limits import MediaLimits, asks_for_sound, requested_values, resolve_limits
+from .media_plan import MediaPlan as MediaPlan
 from .processor_files import (
     PROCESSOR_FILES,
     chat_template,
@@ -37,6 +37,7 @@ from .processor_files import (
     video_form,
 )
 from .timestamps import Timestamps
+from .video_sound import VideoSound
 from .videos import VideoInfo, read_frames, video_info
 
 if TYPE_CHECKING:
@@ -44,36 +45,6 @@ if TYPE_CHECKING:
 
 CHANNELS = 3
 INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # torchvision's names of PIL's numbers
-
-
-class MediaPlan(NamedTuple):
-    """Size of an image, video or audio for the model."""
-
-    kind: MediaKind
-    grid: Grid  # for an audio: frames of its spectrogram, 1 and 1
-    tokens: int
-    time_step: int = 1  # between the positions of a video's patches of time
-    expansion: np.ndarray | None = None  # int32: ids that replace the placeholder; None: `tokens` placeholders
-    # Of an image, as long as its header was read in this process; stored plans lack them.
-    size: tuple[int, int] | None = None  # height and width before resizing
-    layout: Layout | None = None
-
-    def is_same(self, other: "MediaPlan") -> bool:
-        """Return whether a medium has the same tokens and patches by another plan."""
-        if (self.grid, self.tokens) != (other.grid, other.tokens):
-            return False
-        if self.expansion is None or other.expansion is None:
-            return self.expansion is other.expansion
-        return np.array_equal(self.expansion, other.expansion)
-
-    @property
-    def length(self) -> int:
-        """Number of ids that replace the placeholder."""
-        return self.tokens if self.expansion is None else len(self.expansion)
-
-    def expanded(self, placeholder: int) -> np.ndarray:
-        """Return the ids that replace the placeholder: int32 [length]."""
-        return np.full(self.tokens, placeholder, np.int32) if self.expansion is None else self.expansion
 
 
 class SampledVideo(NamedTuple):
@@ -123,8 +94,6 @@ class VisionProcessor:
                 self.placeholders[kind] = token or token_id(tokenizer, placeholder.repeated)
         self.audio: AudioProcessor | None = None
         if self.family.audio is not None:
-            if self.family.video is not None:
-                check_sound_of_videos(os.environ.get(SOUND_OF_VIDEOS))
             self.audio = AudioProcessor(
                 folder, self.family.audio, config.get("audio_config") or {}, allow_private=self.allow_private
             )
@@ -139,7 +108,14 @@ class VisionProcessor:
         self._timestamps: Timestamps | None = None
         if self._form is not None:
             self._timestamps = Timestamps(tokenizer, self._form, self._visual_id("video"), self.temporal_patch_size)
-        self.chat_template = chat_template(folder, self.family, tokenizer)
+        self.sound: VideoSound | None = None  # of videos; None: it is not heard
+        if asks_for_sound(options, self.model_type, self.family):
+            self.sound = VideoSound(
+                self.family,
+                *(self._visual_id("video"), self.placeholder_id("audio"), self.enclosing(self.placeholder_id("audio"))),
+                int(self.tokens_per_second or 0) * config.get("seconds_per_chunk", 2),
+            )
+        self.chat_template = chat_template(folder, self.family, tokenizer, has_sound=self.sound is not None)
         self.feature_files: FeatureFiles | None = None  # cached features of the run's tower (--precompute_features)
 
     @classmethod
@@ -167,6 +143,7 @@ class VisionProcessor:
         boxes = self.norm_bbox, self.bbox_format
         audio = self.audio.fingerprint if self.audio else None
         form = [self._form] if self.family.has_image_tokens else []  # it differs between checkpoints of a model_type
+        form += ["sound of videos"] if self.sound else []
         return [self.model_type, *astuple(self.limits), *tokens, *sizes, *boxes, self.allow_private, audio, *form]
 
     def placeholder_id(self, kind: MediaKind) -> int:
@@ -218,11 +195,13 @@ class VisionProcessor:
         placeholder = self.family.placeholder(kind)
         if placeholder is None:
             raise UnusableRow(self._refusal(kind))
+        if self.sound and kind == "video":
+            placeholder = self.sound.placeholder
         return "".join(placeholder)
 
     def plan(self, medium: Medium) -> MediaPlan:
         """Return the size of a medium, from its header. Raises UnusableRow with the reason."""
-        if medium.kind == "audio":
+        if medium.kind == "audio" and not medium.is_sound:
             if self.audio is None:
                 raise UnusableRow(self._refusal("audio"))
             return self.plan_audio(self.audio.frames(medium))
@@ -232,7 +211,13 @@ class VisionProcessor:
         info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
         indices = self._sample(info, limits, self.temporal_patch_size)
         height, width = self._resized_frame(len(indices), info.height, info.width, limits)
-        return self.plan_frames(height, width, indices, info, limits.fps)
+        plan = self.plan_frames(height, width, indices, info, limits.fps)
+        if self.sound is None:
+            return plan
+        assert self.audio is not None
+        sound = self.plan_audio(self.sound.frames(medium, self.audio))
+        video, sound = self.sound.plans(plan, sound, plan.tokens // plan.grid[0])
+        return sound if medium.is_sound else video
 
     def plan_audio(self, frames: int) -> MediaPlan:
         """Return the size of an audio. frames: of its spectrogram"""
@@ -381,6 +366,12 @@ class VisionProcessor:
         positions = np.empty((3, length), np.int64)
         token = position = 0
         for start, plan in media:
+            if self.sound and plan.kind == "video":
+                positions[:, token:start] = position + np.arange(start - token)
+                position += start - token
+                token = start + plan.length
+                positions[:, start:token], position = self.sound.positions(plan, self.merge_size, position)
+                continue
             for offset, (time, height, width) in self.blocks(plan):
                 block = start + offset
                 positions[:, token:block] = position + np.arange(block - token)
@@ -410,6 +401,8 @@ class VisionProcessor:
         """Return the offsets from its place of a medium's tokens that have features: int64 [tokens]."""
         if plan.expansion is None:
             return np.arange(plan.tokens)
+        if plan.is_sound:
+            return plan.expansion
         around = self._rules.feature_ids if plan.kind == "image" else ()
         return np.flatnonzero(np.isin(plan.expansion, [self._visual_id(plan.kind), *around]))
 

@@ -355,12 +355,18 @@ def _llava_rules(folder: Path, processor: Any) -> CroppedImages:
     return CroppedImages(side, patch, 1)
 
 
-def chat_template(folder: Path, family: VisionFamily, tokenizer: Tokenizer) -> str | None:
+def chat_template(folder: Path, family: VisionFamily, tokenizer: Tokenizer, *, has_sound: bool = False) -> str | None:
     """Return the chat template that goes before the tokenizer's: a processor's in its earlier form, or a changed one.
 
     It has the placeholder of an image where processors write it into the text of the template.
+    has_sound: it has a placeholder of an audio behind each video's
     """
     template = _earlier_template(folder)
+    if has_sound and family.video and family.audio:
+        template, video = template or tokenizer.chat_template, family.video.repeated
+        if not isinstance(template, str) or video not in template:
+            raise ValueError(f"USE_AUDIO_IN_VIDEO true: the chat template has no {video} for a video. Remove it.")
+        return template.replace(video, video + family.audio.placeholder.repeated)
     if not family.template_image or family.image is None:
         return template
     template = template or tokenizer.chat_template

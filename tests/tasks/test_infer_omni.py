@@ -13,7 +13,7 @@ from megaswift.templates.media.audios import read_audio
 from safetensors.torch import load_file, save_file
 
 from tests import tiny_audio, tiny_omni, tiny_vision
-from tests.templates.media.test_omni import reference
+from tests.templates.media.test_omni import HOP, film, reference, reference_with_sound
 from tests.tiny_audio import RATE
 
 pytestmark = pytest.mark.slow
@@ -56,8 +56,10 @@ def rows_of(files: Path) -> list[dict[str, Any]]:
     ]
 
 
-def expected(folder: Path, rows: list[dict[str, Any]], adapter: Path | None = None) -> list[str]:
-    """The answers of transformers, one prompt at a time."""
+def expected(
+    folder: Path, rows: list[dict[str, Any]], adapter: Path | None = None, *, has_sound: bool = False
+) -> list[str]:
+    """The answers of transformers, one prompt at a time. has_sound: videos are heard"""
     from peft import PeftModel
     from transformers import AutoModelForMultimodalLM
 
@@ -66,7 +68,10 @@ def expected(folder: Path, rows: list[dict[str, Any]], adapter: Path | None = No
     network = PeftModel.from_pretrained(network, adapter) if adapter else network
     end, answers = processor.tokenizer.eos_token_id, []
     for row in rows:
-        inputs = reference(processor, row, 2, prompt=True)
+        if has_sound:
+            inputs = {**reference_with_sound(processor, row, prompt=True), "use_audio_in_video": True}
+        else:
+            inputs = reference(processor, row, 2, prompt=True)
         output = network.thinker.generate(
             **inputs, do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=end, pad_token_id=end
         )
@@ -89,6 +94,22 @@ def test_a_batch_answers_as_transformers_does_one_by_one(model, files, tmp_path)
     assert len(set(wanted)) == len(wanted)
     assert ask(model, rows, tmp_path) == wanted
     assert ask(model, rows, tmp_path, max_batch_size=1) == wanted
+
+
+def test_videos_are_heard(model, files, tmp_path):
+    """Beside rows without any: frames and sounds of different lengths."""
+    films = [str(film(tmp_path / f"{n}.mov", 9 + 20 * n, HOP * (300 - 110 * n), n)) for n in range(2)]
+    texts = [("<audio>what?<video>it", films[:1], [str(files / "0.wav")]), ("<video>", films[1:], [])]
+    rows = [
+        *(
+            {"messages": [{"role": "user", "content": text}], "images": [], "videos": v, "audios": a}
+            for text, v, a in texts
+        ),
+        *(row for row in rows_of(files) if not row["videos"]),
+    ]
+    wanted = expected(model, rows, has_sound=True)
+    assert ask(model, rows, tmp_path, model_kwargs={"use_audio_in_video": True}) == wanted
+    assert ask(model, rows[:2], tmp_path) != wanted[:2]
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from tests.tasks.rl.images import FRAMES, PICTURES, Seen, question_of_video, wri
 from tests.tasks.rl.images import question as question_of_images
 from tests.tasks.rl.runs import DIFFERENCE, Place, Trained, assert_same_steps
 from tests.tasks.vision_oracle import ALL, Oracle
-from tests.templates.media.test_omni import reference
+from tests.templates.media.test_omni import HOP, film, reference
 
 pytestmark = pytest.mark.slow
 FURTHER = "glm4v", "llava_onevision", "llava", "mistral3", "internvl", "llama4", "kimi_k25", "gemma3", "ovis2"
@@ -90,6 +90,18 @@ def test_steps_are_those_of_trl(model: str, seed: int, omni: Place) -> None:
     assert len(run.steps) == len(log) == 3
     for found, wanted in zip(run.steps, log, strict=True):
         assert_close(found, wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["qwen3_omni_moe", "qwen2_5_omni"])
+def test_completions_on_videos_that_are_heard(model: str, omni: Place) -> None:
+    for number in range(2):
+        film(omni.folder / f"{number}.mov", 9 + 20 * number, HOP * (300 - 110 * number), number)
+    rows = [question(number) | {"videos": [f"{number % 2}.mov"] * (number // 2 % 2)} for number in range(6)]
+    write(omni.folder / "films.jsonl", rows)
+    flags = f"--model {model} {FLAGS.replace('omni', 'films')} --steps_per_generation 1"
+    run = omni.run(f"""{flags} --model_kwargs '{{"use_audio_in_video": true}}'""")
+    assert max(row[f"{DIFFERENCE}/max"] for row in run.steps) < 2e-5
 
 
 @pytest.mark.long

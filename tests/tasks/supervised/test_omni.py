@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests import prepared, tiny_audio, tiny_omni, tiny_vision
 from tests.bridge.families.worker import tensors_of
 from tests.tasks.supervised.test_images import ALL, BATCH, EPSILON, LAYOUTS, RATE, STEPS, log, train, write
-from tests.templates.media.test_omni import reference
+from tests.templates.media.test_omni import HOP, film, reference, reference_with_sound
 
 pytestmark = pytest.mark.slow
 MODELS = ("qwen3_omni_moe", "qwen2_5_omni")
@@ -34,7 +34,21 @@ def place(tmp_path_factory) -> Path:
         samples = tiny_audio.sound(160 * (100 + 40 * number), number)
         (place / f"{number}.wav").write_bytes(tiny_audio.wav(samples))
     write(place / "train.jsonl", [row(number) for number in range(STEPS * BATCH)])
+    for number in range(3):
+        film(place / f"{number}.mov", 9 + 20 * number, HOP * (300 - 110 * number), number)
+    write(place / "films.jsonl", [row_with_film(number) for number in range(STEPS * BATCH)])
     return place
+
+
+def row_with_film(number: int) -> dict[str, Any]:
+    """A row with up to one film, beside an image or an audio."""
+    example = row(number)
+    question, answer = example["messages"]
+    films = number % 3 > 0
+    question = question | {"content": question["content"].replace("<audio><audio>", "<audio>") + "<video>" * films}
+    return example | {
+        "messages": [question, answer], "videos": [f"{number % 3}.mov"] * films, "audios": example["audios"][:1],
+    }  # fmt: skip
 
 
 def row(number: int) -> dict[str, Any]:
@@ -46,7 +60,17 @@ def row(number: int) -> dict[str, Any]:
     return {"messages": [question, answer], "images": [f"{number % 9}.png"] * images, "audios": files}
 
 
-def steps_of_transformers(place: Path, name: str) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+def inputs_of(processor: Any, example: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Inputs of the thinker; videos are heard."""
+    files = {kind: [str(place / file) for file in example.get(kind, [])] for kind in ("images", "videos", "audios")}
+    if files["videos"]:
+        return {**reference_with_sound(processor, example | files), "use_audio_in_video": True}
+    return reference(processor, example | files, 2)
+
+
+def steps_of_transformers(
+    place: Path, name: str, data: str = "train"
+) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     """Losses, gradient norms and weights of the same steps by transformers, its processor and torch's AdamW."""
     from transformers import AutoModelForMultimodalLM
 
@@ -55,13 +79,12 @@ def steps_of_transformers(place: Path, name: str) -> tuple[list[list[float]], di
     optimizer = torch.optim.AdamW(thinker.parameters(), lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0)
     header = processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
     end_id = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (place / f"{data}.jsonl").read_text().splitlines()]
     found = []
     for step in range(STEPS):
         losses, count = [], 0
         for example in rows[step * BATCH : (step + 1) * BATCH]:
-            files = {kind: [str(place / file) for file in example[kind]] for kind in ("images", "audios")}
-            inputs = reference(processor, {"videos": []} | example | files, 2)
+            inputs = inputs_of(processor, example, place)
             ids = inputs["input_ids"][0].tolist()
             start = max(i for i in range(len(ids)) if ids[i : i + len(header)] == header) + len(header)
             end = max(i for i, token in enumerate(ids) if token == end_id) + 1
@@ -103,6 +126,17 @@ def test_steps_are_those_of_transformers(model, place):
     files = {file.name for file in (place / model).iterdir()} - {"model.safetensors"}
     assert files <= {file.name for file in folder.iterdir()}
     assert json.loads((folder / "config.json").read_text()) == json.loads((place / model / "config.json").read_text())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", MODELS)
+def test_steps_on_videos_that_are_heard(model, place, monkeypatch):
+    """In one process, and where two ranks share images, videos and audios of a document."""
+    expected, _ = steps_of_transformers(place, model, "films")
+    monkeypatch.setenv("USE_AUDIO_IN_VIDEO", "true")
+    for flags, processes in (("", 1), ("--context_parallel_size 2", 2)):
+        run = train(place, f"--model {model} {ALL} {flags}", processes, data="films.jsonl")
+        torch.testing.assert_close(log(run, "loss", "grad_norm"), expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.long) for name in SPLIT])
