@@ -56,37 +56,65 @@ def draw(rows: Rows, folder: Path, title: str, *, overview_only: bool = False) -
     names = [name for name in metrics if name not in POSITIONS and not name.startswith(SKIPPED_PREFIXES)]
     folder.mkdir(exist_ok=True)
     plots = [plot for plot in PLOTS if set(plot.metrics) & metrics.keys()][:MAX_PLOTS]
-    pictures = [_picture(plots, rows, folder / OVERVIEW, title)] if plots else []
-    for name in names if not overview_only else ():
+    pictures = [_Page(len(plots), title).draw(plots, rows, folder / OVERVIEW)] if plots else []
+    if overview_only or not names:
+        return pictures
+    page = _Page(1, title)
+    for name in names:
         if name.startswith("eval_") and name.removeprefix("eval_") in names:
             continue  # drawn with the training's
         plot = Plot(name, tuple(key for key in (name, f"eval_{name}") if key in names))
-        pictures.append(_picture([plot], rows, folder / f"{name.replace('/', '_')}.png", title))
+        pictures.append(page.draw([plot], rows, folder / f"{name.replace('/', '_')}.png"))
     return pictures
 
 
-def _picture(plots: Sequence[Plot], rows: Rows, path: Path, title: str) -> Path:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+class _Page:
+    """Axes on which one picture after the other is drawn: making axes takes longer than drawing on them."""
 
-    columns = 1 if len(plots) == 1 else 2 if len(plots) in (2, 4) else 3
-    lines = -(-len(plots) // columns)
-    figure = Figure(figsize=(7, 4) if len(plots) == 1 else (4.6 * columns, 3.2 * lines + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11, color="#444444")
-    for number, plot in enumerate(plots):
-        axes = figure.add_subplot(lines, columns, number + 1)
-        _plot(axes, plot, rows)
-        if number >= len(plots) - columns:
-            axes.set_xlabel("step")
-    figure.savefig(path, dpi=110)
-    return path
+    # inches around and between the axes; matplotlib's layout engines draw each text twice to find them
+    LEFT, RIGHT, TOP, BOTTOM, BETWEEN, ABOVE = 0.75, 0.2, 0.65, 0.5, 0.75, 0.55
+
+    def __init__(self, plots: int, title: str):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        columns = 1 if plots == 1 else 2 if plots in (2, 4) else 3
+        lines = -(-plots // columns)
+        width, height = (7, 4) if plots == 1 else (4.6 * columns, 3.2 * lines + 0.4)
+        self.figure = Figure(figsize=(width, height))
+        FigureCanvasAgg(self.figure)
+        inner_width = (width - self.LEFT - self.RIGHT - self.BETWEEN * (columns - 1)) / columns
+        inner_height = (height - self.TOP - self.BOTTOM - self.ABOVE * (lines - 1)) / lines
+        self.figure.subplots_adjust(
+            left=self.LEFT / width,
+            right=1 - self.RIGHT / width,
+            top=1 - self.TOP / height,
+            bottom=self.BOTTOM / height,
+            wspace=self.BETWEEN / inner_width,
+            hspace=self.ABOVE / inner_height,
+        )
+        self.figure.suptitle(title, fontsize=11, color="#444444", y=1 - 0.1 / height, va="top")
+        self.axes = [self.figure.add_subplot(lines, columns, number + 1) for number in range(plots)]
+        for number, axes in enumerate(self.axes):
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+            if number >= plots - columns:
+                axes.set_xlabel("step")
+
+    def draw(self, plots: Sequence[Plot], rows: Rows, path: Path) -> Path:
+        """Replace what is on the axes by these plots, and write the picture."""
+        for axes, plot in zip(self.axes, plots, strict=True):
+            for artist in [*axes.lines, *axes.collections, *filter(None, [axes.get_legend()])]:
+                artist.remove()
+            axes.relim()
+            axes.autoscale()
+            _plot(axes, plot, rows)
+        self.figure.savefig(path, dpi=110)
+        return path
 
 
 def _plot(axes: "Axes", plot: Plot, rows: Rows) -> None:
     axes.set_title(plot.title, fontsize=10)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.ticklabel_format(axis="y", scilimits=(-3, 6), useOffset=False)
     curves = {name: points for name in plot.metrics if len((points := _points(rows, name))[0])}
     for (name, (steps, values)), color in zip(curves.items(), COLORS, strict=False):

@@ -25,12 +25,12 @@ def drawn(monkeypatch):
     """Record each picture's metrics by plot."""
     pictures: dict[str, list[tuple[str, ...]]] = {}
 
-    def note(plots, rows, path, title):
-        assert title == "tiny/v0"
+    def note(page, plots, rows, path):
+        assert page.figure.get_suptitle() == "tiny/v0"
         pictures[path.name] = [plot.metrics for plot in plots]
         return path
 
-    monkeypatch.setattr(curves, "_picture", note)
+    monkeypatch.setattr(curves._Page, "draw", note)
     return pictures
 
 
@@ -72,6 +72,20 @@ def test_pictures_are_drawn(tmp_path):
     assert [path.name for path in pictures[:2]] == ["overview.png", "loss.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
     assert curves.draw([], tmp_path / "images", "tiny/v0") == []
+
+
+def test_a_picture_does_not_depend_on_those_before_it(tmp_path):
+    """One that is drawn on the axes of others, of other ranges, kinds and curves, is byte for byte the same."""
+    noise = np.random.default_rng(0).normal(size=60)
+    changes = {"kl": lambda step: 1e6 * step, "entropy": lambda step: -1e-9 * noise[step], "grad_norm": lambda _: 7.0}
+    rows = [row | {name: of(row["step"] - 1) for name, of in changes.items()} for row in rows_of(GRPO, 60)[:60]]
+    rows += [{"step": 60, "eval_loss": 0.7}]
+    together = curves.draw(rows, tmp_path / "together", "tiny/v0")
+    for name in ("reward", "loss", "kl", "entropy", "grad_norm"):
+        one = [{key: row[key] for key in ("step", name, f"eval_{name}") if key in row} for row in rows]
+        (alone,) = curves.draw(one, tmp_path / name, "tiny/v0")[1:]
+        (drawn,) = [path for path in together if path.name == f"{name}.png"]
+        assert alone.read_bytes() == drawn.read_bytes()
 
 
 def test_only_what_is_noisy_is_smoothed():
