@@ -10,8 +10,10 @@ of tests, and forks each process that a test asks for: what runs in it is as if 
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import random
 import runpy
 import signal
@@ -28,6 +30,17 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+IMPORTED = (  # by most commands, sooner or later
+    "megaswift.cli.app", "megaswift.cli.launch", "megaswift.cli.parse", "megaswift.cli.saved_args",
+    "megaswift.cli.rollout_servers", "megaswift.cli.training_launch", "megaswift.tasks.convert.export",
+    "megaswift.tasks.distillation.gkd", "megaswift.tasks.observability.curves", "megaswift.tasks.preference.preference",
+    "megaswift.tasks.rl.grpo", "megaswift.tasks.rl.ppo", "megaswift.tasks.supervised.sft",
+    "matplotlib.backends.backend_agg", "matplotlib.figure", "math_verify", "peft", "pydantic.type_adapter",
+    "torch.utils.tensorboard", "transformers.loss.loss_utils", "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl", "transformers.models.qwen3_vl.video_processing_qwen3_vl",
+    "typer.main",
+)  # fmt: skip
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -111,10 +124,10 @@ def _server() -> _Server:
 
 def serve() -> None:
     """For each line of the input: fork, print the processes' ids, and when all have ended the exit code."""
-    import megaswift.tasks.convert.export
-    import megaswift.tasks.supervised.sft  # noqa: F401
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: F401
+    import megaswift.cli.checks as checks
 
+    for module in (*IMPORTED, *(f"{checks.__name__}.{each.name}" for each in pkgutil.iter_modules(checks.__path__))):
+        importlib.import_module(module)
     gc.freeze()  # else each collection in a process would copy all pages
     warnings.filterwarnings("ignore", r"This process .* is multi-threaded")  # with idle pools of numpy and Arrow
     for line in sys.stdin:
