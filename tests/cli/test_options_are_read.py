@@ -1,6 +1,7 @@
 """No dead flags: each field of each option class is read by code that does something with it."""
 
 import ast
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +14,7 @@ from megaswift.tasks.run.planning import SIZES, RoleName
 ROOT = Path(__file__).parents[2]
 
 
+@cache
 def names_read() -> set[str]:
     """Names read as `options.name`, or by `for n in ("name", ...): getattr(options, n)`.
 
