@@ -9,6 +9,9 @@ import pytest
 
 pytest_plugins = ["tests.selection"]
 
+# Tiny tensors: two threads take a third more time of the processors than one, in each process of pytest-xdist.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 if find_spec("triton") and not Path("/dev/nvidiactl").exists():
     # Without a GPU, tests/bridge/kernels interprets them: so must be triton's own functions, from its first import on.
     os.environ["TRITON_INTERPRET"] = "1"
