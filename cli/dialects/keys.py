@@ -169,7 +169,11 @@ class Keys:
 
     def under(self, prefix: str) -> list[str]:
         """Return the keys of a table, or of the tables of a list."""
-        return [key for key in self._keys() if key == prefix or key.startswith((f"{prefix}.", f"{prefix}["))]
+        start, full = len(self._prefix), self.full(prefix)
+        end = len(full)
+        return [
+            key[start:] for key in self._leaves if key.startswith(full) and (len(key) == end or key[end] in ".[")
+        ]
 
     def names(self, prefix: str) -> list[str]:
         """Return the names that a table has, or the indexed names of a list of tables: `a.tasks[0]`."""

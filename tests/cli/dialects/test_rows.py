@@ -134,14 +134,18 @@ def test_a_row(name: str, row: Row) -> None:
         assert refusals(with_row(name, row, "another value")[0], key)
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["one each", "all"])
 @pytest.mark.parametrize("name", NAMES)
-def test_no_value_of_a_computed_key_ends_in_a_traceback(name: str) -> None:
-    for path in (path for path, dialect in OWN.items() if dialect == name):
+def test_no_value_of_a_computed_key_ends_in_a_traceback(name: str, every: bool) -> None:
+    """Each row has each value in some config; `every`: in each config."""
+    values: tuple[OptionValue, ...] = ("x", 0, [None])
+    paths = [path for path, dialect in OWN.items() if dialect == name]
+    rows = [row for row in load_dialect(name).rows if row.kind == "computed" or "size" in row.key]
+    for number, path in enumerate([*paths, *paths[: max(0, len(values) - len(paths))]]):
         tree = tree_of(path, name)[0]
-        for row in load_dialect(name).rows:
-            if row.kind == "computed" or "size" in row.key:
-                for value in ("x", 0, [None]):
-                    translated(with_leaf(tree, concrete(row.key), value), name)
+        for row in rows:
+            for value in values if every else (values[number % len(values)],):
+                translated(with_leaf(tree, concrete(row.key), value), name)
 
 
 @pytest.mark.parametrize("name", NAMES)
