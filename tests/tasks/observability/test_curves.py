@@ -81,7 +81,7 @@ def test_a_picture_does_not_depend_on_those_before_it(tmp_path):
     rows = [row | {name: of(row["step"] - 1) for name, of in changes.items()} for row in rows_of(GRPO, 60)[:60]]
     rows += [{"step": 60, "eval_loss": 0.7}]
     together = curves.draw(rows, tmp_path / "together", "tiny/v0")
-    for name in ("reward", "loss", "kl", "entropy", "grad_norm"):
+    for name in ("loss", "kl", "grad_norm"):
         one = [{key: row[key] for key in ("step", name, f"eval_{name}") if key in row} for row in rows]
         (alone,) = curves.draw(one, tmp_path / name, "tiny/v0")[1:]
         (drawn,) = [path for path in together if path.name == f"{name}.png"]
