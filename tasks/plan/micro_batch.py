@@ -32,7 +32,7 @@ def auto_micro_batch(options: SftOptions, world: int, gpu: Gpu, checkpoint: Path
     plan = planned(options, (), world, gpu, FLAG, FIX)
     assert gpu.machine is not None
     names = [name for name in vars(plan.layout) if name not in ("gpus", "micro_batch")]
-    pins = {name: getattr(plan.layout, name) for name in names}
+    pins = {name: getattr(plan.layout, name) for name in names} | {"recompute": [plan.layout.recompute]}
     limit = FILLED * (gpu.memory - OUTSIDE)
     result = search(plan.work, world, gpu.machine, limit, pins)
     if not result.plans:

@@ -122,7 +122,8 @@ def _divides_matrices(work: Workload, tensor: int) -> bool:
 
 def _memory_choices(work: Workload, layout: GpuLayout, pins: Mapping[str, Any]) -> Iterator[GpuLayout]:
     """Yield the layout with its choices of memory against time, the faster first."""
-    useful = [choice for choice in RECOMPUTE if choice != "mlp" or work.has_dense_mlps]
-    offload_choices = [pins["offloads"]] if "offloads" in pins else [False, True]
-    for offloads, recompute in product(offload_choices, pins.get("recompute", useful)):
+    allowed = pins.get("recompute", RECOMPUTE)
+    if len(allowed) > 1 and not work.has_dense_mlps:
+        allowed = [choice for choice in allowed if choice != "mlp"]
+    for offloads, recompute in product([pins["offloads"]] if "offloads" in pins else [False, True], allowed):
         yield replace(layout, offloads=offloads, recompute=recompute, recomputed=pins.get("recomputed"))
