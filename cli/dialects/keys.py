@@ -171,9 +171,7 @@ class Keys:
         """Return the keys of a table, or of the tables of a list."""
         start, full = len(self._prefix), self.full(prefix)
         end = len(full)
-        return [
-            key[start:] for key in self._leaves if key.startswith(full) and (len(key) == end or key[end] in ".[")
-        ]
+        return [key[start:] for key in self._leaves if key.startswith(full) and (len(key) == end or key[end] in ".[")]
 
     def names(self, prefix: str) -> list[str]:
         """Return the names that a table has, or the indexed names of a list of tables: `a.tasks[0]`."""
