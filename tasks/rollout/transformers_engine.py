@@ -125,7 +125,7 @@ class TransformersEngine:
         """Return the logits of a document at some positions: [kept, vocabulary]. tokens: int64 [1, length]"""
         if "logits_to_keep" in signature(self.model.forward).parameters:
             return self.model(tokens, logits_to_keep=kept, **inputs).logits[0]
-        # Of an Omni model, which has no positions of media without a mask.
+        # An Omni model has no positions of media without a mask.
         return self.model(tokens, attention_mask=torch.ones_like(tokens), **inputs).logits[0, kept]
 
     def _without_drawn(self, document: Request) -> tuple[Request, dict[int, int]]:
