@@ -60,7 +60,7 @@ equal transformers' for qwen3, qwen3_moe and llama (`test_vllm.py`), seed_oss, o
 cohere, cohere2, gemma, exaone4, exaone_moe, glm, glm4, glm4_moe, granite, granitemoe, granitemoeshared, mixtral,
 nemotron, starcoder2, olmoe, qwen2_moe, dots1, phi3, ernie4_5 without biases, and qwen3_asr with audios
 (`tests/tasks/rollout`). Answers to images equal transformers' for Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE, GLM-4.1V and
-InternVL with Qwen3 (`test_vllm_vision.py`: exported folders with the original's tensors). Others are untested there; known are:
+InternVL with Qwen3 (`test_vllm_vision.py`: exported folders of equal tensors). Others are untested; known are:
 
 - that build has no latent attention (MLA) and no sparse attention (the DeepSeek families, glm4_moe_lite, glm_moe_dsa,
   Kimi), no experts with MiniMax-M2's scores, none of Nemotron-H without a gate, and gpt_oss not in float32;
