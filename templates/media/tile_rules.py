@@ -4,6 +4,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -265,14 +266,9 @@ def _kept_share(height: int, width: int, shape: tuple[int, int], tile: int) -> f
         [side // parts] * (parts - 1) + [side - side // parts * (parts - 1)]
         for side, parts in zip((height, width), shape, strict=True)
     )
-    kept = 0.0
-    for part_height in heights:
-        for part_width in widths:
-            longer, shorter = max(part_height, part_width), min(part_height, part_width)
-            if longer > tile:
-                longer, shorter = tile, shorter / longer * tile
-            kept += longer * shorter
-    return kept / (height * width)
+    sides = [sorted(part) for part in product(heights, widths)]
+    areas = [shorter * longer if longer <= tile else tile * (shorter / longer * tile) for shorter, longer in sides]
+    return sum(areas) / (height * width)  # `sum` rounds as transformers' does, which decides between equal shares
 
 
 class OneVisionImages(ImageRules):

@@ -191,6 +191,18 @@ def grids_of(expected: dict) -> list[list[int]]:
     return [grid for part in grids if part is not None for grid in part.tolist()]
 
 
+def test_ovis2_cuts_images_as_transformers_does() -> None:
+    """Rectangles of tiles that keep equal shares of an image too, such as 4 and 6 strips of 68 x 251 pixels."""
+    from megaswift.templates.media.tile_rules import _covering_rectangle
+    from transformers.models.ovis2.image_processing_ovis2 import get_min_tile_covering_grid
+
+    random_ = random.Random(0)
+    cases = [(random_.randint(15, 900), random_.randint(15, 900), random_.choice([28, 448])) for _ in range(300)]
+    for height, width, tile in [(251, 68, 28), *cases]:
+        columns, rows = get_min_tile_covering_grid((height, width), tile, 9 if tile == 448 else 6)
+        assert _covering_rectangle(height, width, tile, 9 if tile == 448 else 6) == (rows, columns)
+
+
 def test_rows_are_what_transformers_makes(prepared) -> None:
     """Ids, grids, positions and pixels of 200 rows, bit by bit."""
     from transformers import AutoModelForImageTextToText
