@@ -63,8 +63,8 @@ def test_compiles_nothing_where_pytorch_would_not(compiled, monkeypatch) -> None
 
 
 def test_leaves_what_is_not_a_function_to_pytorch() -> None:
-    whole = functools.partial(double)
-    assert lazily(lambda function, **_: ("compiled", function))(whole) == ("compiled", whole)
+    partial = functools.partial(double)
+    assert lazily(lambda function, **_: ("compiled", function))(partial) == ("compiled", partial)
 
 
 def test_the_compiler_is_not_loaded_with_megatron_core() -> None:
