@@ -113,8 +113,8 @@ def enable() -> None:
         return
     _is_enabled = True
     # megatron-core marks many small functions for torch.compile; on a CPU compiling costs more than it saves.
-    if os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1":
-        torch._dynamo.config.disable = True  # torch._dynamo read the variable when megatron-core was imported
+    if os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1" and "torch._dynamo" in sys.modules:
+        torch._dynamo.config.disable = True  # it has read the variable when it was imported
 
     generator = torch.default_generator
     rng = {
