@@ -92,8 +92,8 @@ def requested_values(options: MediaOptions) -> dict[str, Any]:
 
 def asks_for_sound(options: MediaOptions, model_type: str, family: VisionFamily) -> bool:
     """Return whether the sound of videos is asked for. Raises ValueError for a model that does not hear it."""
-    given = {name.upper(): value for name, value in options.model_kwargs.items()}
-    value = str(given.get(SOUND_OF_VIDEOS, os.environ.get(SOUND_OF_VIDEOS) or "")).lower()
+    settings = {name.upper(): value for name, value in options.model_kwargs.items()}
+    value = str(settings.get(SOUND_OF_VIDEOS, os.environ.get(SOUND_OF_VIDEOS) or "")).lower()
     if value in ("", "0", "false"):
         return False
     if value not in ("1", "true"):

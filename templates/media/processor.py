@@ -108,7 +108,7 @@ class VisionProcessor:
         self._timestamps: Timestamps | None = None
         if self._form is not None:
             self._timestamps = Timestamps(tokenizer, self._form, self._visual_id("video"), self.temporal_patch_size)
-        self.sound: VideoSound | None = None  # of videos; None: it is not heard
+        self.sound: VideoSound | None = None  # None: the sound of videos is not read
         if asks_for_sound(options, self.model_type, self.family):
             self.sound = VideoSound(
                 self.family,
