@@ -160,9 +160,9 @@ class DeviceVisits:
     are on the device anyway.
     """
 
-    def __init__(self, optimizer: BucketOptimizer, buckets: list[list[Piece]], workspace: Workspace):
-        """Arguments: workspace: memory on the device for states in fp32 while they are used, if they are narrower."""
-        self._optimizer, self._buckets, self._workspace = optimizer, buckets, workspace
+    def __init__(self, optimizer: BucketOptimizer, buckets: list[list[Piece]]):
+        self._optimizer, self._buckets = optimizer, buckets
+        self._workspace = Workspace(runtime.device(), BUCKET)  # for states in fp32 while they are used
         self._slots = [Workspace(runtime.device(), BUCKET) for _ in range(DEVICE_SLOTS)]
         self._arrivals, self._departures = CopyStream(DEVICE_SLOTS), CopyStream(DEVICE_SLOTS)
         self._queued = 0  # buckets of this step

@@ -4,7 +4,7 @@ The norm for clipping needs all gradients, so no update can begin within the bac
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -99,7 +99,7 @@ class HybridAdamW(AdamW):
         if host_parameters:
             visitors = [parameter for parameter in host_parameters if parameter in self._visitors]
             others = [parameter for parameter in host_parameters if parameter not in self._visitors]
-            visits = host_pipeline.DeviceVisits(self, self._divide(visitors, host_pipeline.BUCKET), self._workspace)
+            visits = host_pipeline.DeviceVisits(self, self._divide(visitors, host_pipeline.BUCKET))
             self._pipeline = host_pipeline.HostPipeline(self, self._divide(others, host_pipeline.BUCKET), visits)
 
     def _divide(self, parameters: list[Tensor], size: int) -> list[list[Piece]]:
@@ -110,27 +110,37 @@ class HybridAdamW(AdamW):
 
     @torch.no_grad()
     def _initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        is_hosted = parameter in self._on_host
-        device = torch.device("cpu") if is_hosted else parameter.device
-        dtypes = {name: self._placement.dtype_of(name) for name in MOMENTS}
-        if parameter in self._masters and (is_hosted or self._placement.main_params != "fp32"):
-            dtypes["param"] = self._placement.dtype_of("param")
-        zeros = self._pinned.zeros if parameter in self._visitors else partial(_zeros, device=device)
+        zeros = partial(_zeros, device=torch.device("cpu") if parameter in self._on_host else parameter.device)
+        if parameter in self._visitors:
+            zeros = self._pinned.zeros
         states = {
-            name: StateTensor.zeros(parameter.numel(), dtype, zeros, is_root=name == "exp_avg_sq")
-            for name, dtype in dtypes.items()
+            name: StateTensor.zeros(
+                parameter.numel(), self._placement.dtype_of(name), zeros, is_root=name == "exp_avg_sq"
+            )
+            for name in MOMENTS
         }
         if parameter in self._masters:
-            copy = self._masters[parameter].view(-1)
-            if "param" not in states:
+            if (master := self._master_state(parameter, zeros)) is not None:
+                states["param"] = master
+            else:
                 _fill_storage(parameter)
-                parameter.view(-1).copy_(copy)
-            for start in range(0, len(copy) if "param" in states else 0, DEVICE_BUCKET):
-                stop = min(start + DEVICE_BUCKET, len(copy))
-                states["param"].part(start, stop).write(copy[start:stop].to(device).float())
+                parameter.view(-1).copy_(self._masters[parameter].view(-1))
         self._states[parameter] = states
         scales = {f"{name}_exponents": state.exponents for name, state in states.items() if state.exponents is not None}
         return {name: state.values for name, state in states.items()} | scales
+
+    def _master_state(self, parameter: Tensor, zeros: Callable[[int, torch.dtype], Tensor]) -> StateTensor | None:
+        """Return a master's values, those of its copy; None if they are to be in the master itself."""
+        copy, dtype = self._masters[parameter].detach().view(-1), self._placement.dtype_of("param")
+        if dtype == torch.float32 and parameter not in self._on_host:
+            return None
+        if dtype == torch.float32 and parameter in self._visitors and copy.dtype == torch.bfloat16:
+            return StateTensor(zeros(len(copy), torch.int16), copy=copy)
+        master = StateTensor.zeros(len(copy), dtype, zeros)
+        for start in range(0, len(copy), DEVICE_BUCKET):
+            stop = min(start + DEVICE_BUCKET, len(copy))
+            master.part(start, stop).write(copy[start:stop].to(master.values.device).float())
+        return master
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -166,7 +176,9 @@ class HybridAdamW(AdamW):
                     values[kind] = workspace.take(kind, offset, piece.size)
                     state.read(values[kind])
                     narrow_states.append((state, values[kind]))
-            if (master := piece.states.get("param")) is not None and master.values.dtype != torch.float32:
+            if (master := piece.states.get("param")) is not None and master.copy is not None:
+                copy = None  # written with the master
+            elif master is not None and master.values.dtype != torch.float32:
                 # The copy is of the master that is stored, so that a resumed run has the same.
                 masters.append((master, values["param"], copy))
                 copy = None
@@ -183,14 +195,14 @@ class HybridAdamW(AdamW):
                 copy.copy_(values)
 
     def plain_state(self, parameter: Tensor) -> tuple[dict[str, Tensor], list[tuple[StateTensor, Tensor]]]:
-        """Return a parameter's state, flat: views, and of scaled types fp32 copies on the host.
+        """Return a parameter's state, flat: views, and of encoded states fp32 copies on the host.
 
         The second value has the copies with the states to which `StateTensor.write` brings them back.
         """
         plain, copies = {}, []
         for name, state in self._states[parameter].items():
             plain[name] = state.values
-            if state.is_scaled:
+            if state.is_encoded:
                 plain[name] = torch.empty(len(state.values), dtype=torch.float32)
                 on_device = torch.empty_like(state.values, dtype=torch.float32)
                 state.read(on_device)
@@ -207,6 +219,8 @@ class HybridAdamW(AdamW):
             state = self._states[parameter].get("param")
             if state is None:
                 copy.view(-1).copy_(parameter.view(-1))
+                continue
+            if state.copy is not None:
                 continue
             for start in range(0, parameter.numel(), DEVICE_BUCKET):
                 stop = min(start + DEVICE_BUCKET, parameter.numel())

@@ -1,6 +1,10 @@
-"""State of an optimizer in narrow types: bf16, or fp16 and FP8 with a scale per block of values.
+"""State of an optimizer in narrow types: bf16, fp16 and FP8 with a scale per block of values, or beside a bf16 copy.
 
 A scale is a power of two, so that values that were read and are written again stay the same: a resume is exact.
+
+An fp32 value whose bf16 copy is at hand needs only 16 bits more: the distance of its bits from the copy's, at most 2^15
+in magnitude. A distance of 2^15 does not fit into int16 and becomes 2^15 - 1, which has the same bf16 copy: an error of
+one unit in the last of 24 binary places, once in 2^17 values.
 """
 
 from collections.abc import Callable
@@ -24,17 +28,19 @@ MIN_EXPONENT, MAX_EXPONENT = -38, 100
 
 
 class StateTensor(NamedTuple):
-    """Flat tensor in fp32, bf16, or a scaled type.
+    """Flat tensor in fp32, bf16, a scaled type, or as int16 distances from a bf16 copy.
 
     Arguments:
         values: [elements]
         exponents: int8 [blocks], binary logarithms of the blocks' scales; None: not scaled
         is_root: store square roots, whose range is half as wide; positive values never become 0
+        copy: bf16 [elements], the state rounded to nearest even, on any device; `write` writes it too
     """
 
     values: Tensor
     exponents: Tensor | None = None
     is_root: bool = False
+    copy: Tensor | None = None
 
     @classmethod
     def zeros(
@@ -49,13 +55,23 @@ class StateTensor(NamedTuple):
     def is_scaled(self) -> bool:
         return self.exponents is not None
 
+    @property
+    def is_encoded(self) -> bool:
+        """Return whether `values` are not the state's values in another precision."""
+        return self.is_scaled or self.copy is not None
+
     def part(self, start: int, stop: int) -> "StateTensor":
         """Return a view of elements. start: a multiple of BLOCK"""
         exponents = None if self.exponents is None else self.exponents[start // BLOCK : -(-stop // BLOCK)]
-        return StateTensor(self.values[start:stop], exponents, self.is_root)
+        copy = None if self.copy is None else self.copy[start:stop]
+        return StateTensor(self.values[start:stop], exponents, self.is_root, copy)
 
     def read(self, target: Tensor) -> None:
         """Copy the values into `target`, fp32 [elements]."""
+        if self.copy is not None:
+            target.copy_(self.copy)
+            target.view(torch.int32).add_(self.values.to(target.device))
+            return
         target.copy_(self.values)
         if self.exponents is None:
             return
@@ -66,6 +82,11 @@ class StateTensor(NamedTuple):
 
     def write(self, source: Tensor) -> None:
         """Store the values of `source`, fp32 [elements], rounded to nearest even."""
+        if self.copy is not None:
+            self.copy.copy_(source.bfloat16())
+            distances = source.view(torch.int32) - source.bfloat16().float().view(torch.int32)
+            self.values.copy_(distances.clamp_(max=2**15 - 1))
+            return
         if self.exponents is None:
             self.values.copy_(source)
             return
