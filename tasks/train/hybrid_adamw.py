@@ -1,4 +1,4 @@
-"""AdamW whose state is on the host or in narrow types, updated bucket by bucket.
+"""AdamW whose state is on the host or in narrow types, updated on the device bucket by bucket.
 
 The norm for clipping needs all gradients, so no update can begin within the backward pass.
 """
@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from ...bridge import runtime
 from ..system.memory import available_host_memory
 from ..system.pinned_memory import PinnedAllocator
-from . import host_pipeline
+from . import device_visits
 from .adamw import AdamW, TensorRow
-from .optimizer_buckets import BucketTensors, Piece, Workspace, divide
+from .optimizer_buckets import Piece, Workspace, divide
 from .state_tensor import STATE_DTYPES, StateTensor
 
 DEVICE_BUCKET = 2**25  # elements whose narrow states are in fp32 on the device at a time
@@ -86,7 +86,6 @@ class HybridAdamW(AdamW):
         parameters = [parameter for group in groups for parameter in group["params"]]
         self._on_host = _choose(parameters, placement.host_fraction)
         host_parameters = [parameter for parameter in parameters if parameter in self._on_host]
-        self._visitors = _choose(host_parameters, host_pipeline.VISITING_SHARE)
         self._pinned = PinnedAllocator("--optimizer_cpu_offload true")
         self._states: dict[Tensor, dict[str, StateTensor]] = {}
         super().__init__(groups, copies, **defaults)
@@ -95,12 +94,7 @@ class HybridAdamW(AdamW):
         self._bucketed = {*host_parameters, *narrow}
         self._workspace = Workspace(runtime.device(), DEVICE_BUCKET)
         self._device_buckets = self._divide(narrow, DEVICE_BUCKET)
-        self._pipeline = None
-        if host_parameters:
-            visitors = [parameter for parameter in host_parameters if parameter in self._visitors]
-            others = [parameter for parameter in host_parameters if parameter not in self._visitors]
-            visits = host_pipeline.DeviceVisits(self, self._divide(visitors, host_pipeline.BUCKET))
-            self._pipeline = host_pipeline.HostPipeline(self, self._divide(others, host_pipeline.BUCKET), visits)
+        self._visits = device_visits.DeviceVisits(self, self._divide(host_parameters, device_visits.BUCKET))
 
     def _divide(self, parameters: list[Tensor], size: int) -> list[list[Piece]]:
         """Divide parameters into pieces of at most `size` elements, and these into buckets."""
@@ -110,9 +104,7 @@ class HybridAdamW(AdamW):
 
     @torch.no_grad()
     def _initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        zeros = partial(_zeros, device=torch.device("cpu") if parameter in self._on_host else parameter.device)
-        if parameter in self._visitors:
-            zeros = self._pinned.zeros
+        zeros = self._pinned.zeros if parameter in self._on_host else partial(_zeros, device=parameter.device)
         states = {
             name: StateTensor.zeros(
                 parameter.numel(), self._placement.dtype_of(name), zeros, is_root=name == "exp_avg_sq"
@@ -134,7 +126,7 @@ class HybridAdamW(AdamW):
         copy, dtype = self._masters[parameter].detach().view(-1), self._placement.dtype_of("param")
         if dtype == torch.float32 and parameter not in self._on_host:
             return None
-        if dtype == torch.float32 and parameter in self._visitors and copy.dtype == torch.bfloat16:
+        if dtype == torch.float32 and copy.dtype == torch.bfloat16:
             return StateTensor(zeros(len(copy), torch.int16), copy=copy)
         master = StateTensor.zeros(len(copy), dtype, zeros)
         for start in range(0, len(copy), DEVICE_BUCKET):
@@ -149,50 +141,45 @@ class HybridAdamW(AdamW):
             plain = (p for p in group["params"] if p.grad is not None and p.numel() and p not in self._bucketed)
             self._step_group(number, group, plain)
         for number, bucket in enumerate(self._device_buckets):
-            tensors = BucketTensors.on_device(bucket, self.copies)
-            self.step_bucket(f"bucket {number}", bucket, tensors, self._workspace, self.grad_scale, self.found_inf)
-        if self._pipeline is not None:
-            self._pipeline.step()
+            self.step_bucket(f"bucket {number}", bucket, self._workspace)
+        self._visits.step()
 
-    def step_bucket(
-        self,
-        name: str,
-        bucket: list[Piece],
-        tensors: BucketTensors,
-        workspace: Workspace,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Update the states of a bucket's pieces, and their parameters or copies, all on one device."""
+    def step_bucket(self, name: str, bucket: list[Piece], workspace: Workspace) -> None:
+        """Update the states of a bucket's pieces, all on the device, and their parameters or copies.
+
+        name: key of the bucket's address tables
+        workspace: memory for the states in fp32
+        """
         rows: dict[int, list[TensorRow]] = {}
         narrow_states: list[tuple[StateTensor, Tensor]] = []
-        masters: list[tuple[StateTensor, Tensor, Tensor | None]] = []
+        masters: list[tuple[StateTensor, Tensor, Tensor]] = []
         offset = 0
-        for piece, gradient, parameter, copy in zip(bucket, *tensors, strict=True):
-            values = {} if parameter is None else {"param": parameter}
+        for piece in bucket:
+            values = {} if "param" in piece.states else {"param": piece.of(piece.parameter)}
             for kind, state in piece.states.items():
                 values[kind] = state.values
                 if state.values.dtype != torch.float32:
                     values[kind] = workspace.take(kind, offset, piece.size)
                     state.read(values[kind])
                     narrow_states.append((state, values[kind]))
-            if (master := piece.states.get("param")) is not None and master.copy is not None:
-                copy = None  # written with the master
-            elif master is not None and master.values.dtype != torch.float32:
+            copy = piece.of(self.copies[piece.parameter]) if piece.parameter in self.copies else None
+            master = piece.states.get("param")
+            if master is not None and copy is not None and master.values.dtype != torch.float32:
                 # The copy is of the master that is stored, so that a resumed run has the same.
-                masters.append((master, values["param"], copy))
+                if master.copy is None:
+                    masters.append((master, values["param"], copy))
                 copy = None
-            row = (values["param"], gradient, values["exp_avg"], values["exp_avg_sq"], copy)
+            row = (values["param"], piece.gradient, values["exp_avg"], values["exp_avg_sq"], copy)
             rows.setdefault(piece.group, []).append(row)
             offset += piece.size
         for number, group_rows in rows.items():
-            self._step_rows(f"{name}, group {number}", self.param_groups[number], group_rows, grad_scale, found_inf)
+            group = self.param_groups[number]
+            self._step_rows(f"{name}, group {number}", group, group_rows, self.grad_scale, self.found_inf)
         for state, values in narrow_states:
             state.write(values)
         for master, values, copy in masters:
             master.read(values)
-            if copy is not None:
-                copy.copy_(values)
+            copy.copy_(values)
 
     def plain_state(self, parameter: Tensor) -> tuple[dict[str, Tensor], list[tuple[StateTensor, Tensor]]]:
         """Return a parameter's state, flat: views, and of encoded states fp32 copies on the host.
@@ -220,7 +207,7 @@ class HybridAdamW(AdamW):
             if state is None:
                 copy.view(-1).copy_(parameter.view(-1))
                 continue
-            if state.copy is not None:
+            if state.copy is not None:  # written with the master
                 continue
             for start in range(0, parameter.numel(), DEVICE_BUCKET):
                 stop = min(start + DEVICE_BUCKET, parameter.numel())
@@ -229,11 +216,13 @@ class HybridAdamW(AdamW):
                 copy.view(-1)[start:stop].copy_(values.to(copy.dtype))
 
 
-def check_host_memory(placement: StatePlacement, elements: int, *, has_masters: bool) -> None:
+def check_host_memory(placement: StatePlacement, elements: int, weights: torch.dtype) -> None:
     """Raise ValueError if the processes of this machine lack host memory for the states of `elements` parameters."""
-    names = (*MOMENTS, *(("param",) if has_masters else ()))
+    bytes_each = sum(placement.dtype_of(name).itemsize for name in MOMENTS)
+    if weights in HALF:
+        bytes_each += 2 if weights == torch.bfloat16 else placement.dtype_of("param").itemsize
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    bytes_required = processes * placement.host_fraction * elements * sum(placement.dtype_of(n).itemsize for n in names)
+    bytes_required = processes * placement.host_fraction * elements * bytes_each
     if bytes_required > (available := available_host_memory()):
         raise ValueError(
             f"--optimizer_cpu_offload true: the optimizer's state needs {bytes_required / 2**30:.1f} GiB of this "

@@ -163,8 +163,8 @@ def build_optimizer(
     owners = ParameterOwners(model) if options.optimizer == "dist_muon" else None
     modules = [*chunks, *([tower.module] if tower else [])]
     parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
-    has_masters = any(parameter.dtype != torch.float32 for parameter in parameters)
-    placement = _state_placement(options, has_masters=has_masters)
+    weights = next((parameter.dtype for parameter in parameters if parameter.dtype != torch.float32), torch.float32)
+    placement = _state_placement(options, has_masters=weights != torch.float32)
     with warnings.catch_warnings(), owners.only_own() if owners else nullcontext(), placement.masters():
         warnings.filterwarnings("ignore", "WARNING: there is no optimizer")  # where all dense weights are frozen
         optimizer = get_megatron_optimizer(config, list(chunks), groups, use_gloo_process_groups=False)
@@ -175,7 +175,7 @@ def build_optimizer(
     if placement.host_fraction:
         sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
         # Together, before any rank allocates its states: each counts those of all ranks of the machine.
-        run_on_all_ranks(lambda: check_host_memory(placement, sum(sizes), has_masters=has_masters))
+        run_on_all_ranks(lambda: check_host_memory(placement, sum(sizes), weights))
     for part in chained_optimizers(optimizer):
         _replace_optimizer(part, in_fp8=model.config.fp8_param, matrices=matrices, options=options, placement=placement)
     if owners:

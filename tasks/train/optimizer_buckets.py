@@ -32,36 +32,18 @@ class Piece(NamedTuple):
         return tensor.view(-1)[self.start : self.stop]
 
 
-class BucketTensors(NamedTuple):
-    """Tensors of a bucket's pieces, each [elements]."""
-
-    gradients: list[Tensor]
-    parameters: list[Tensor | None]  # fp32 parameters to update; None where a piece has a master among its states
-    copies: list[Tensor | None]  # half-precision copies of masters
-
-    @classmethod
-    def on_device(cls, bucket: list[Piece], copies: dict[Tensor, Tensor]) -> "BucketTensors":
-        """Return the tensors of a bucket where they are. copies: half-precision copy of each master"""
-        return cls(
-            [piece.gradient for piece in bucket],
-            [piece.of(piece.parameter) if "param" not in piece.states else None for piece in bucket],
-            [piece.of(copies[piece.parameter]) if piece.parameter in copies else None for piece in bucket],
-        )
-
-
 @dataclass
 class Workspace:
     """Memory for one bucket of at most `size` elements, allocated when it is first used."""
 
     device: torch.device
     size: int
-    is_pinned: bool = False
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, name: str, offset: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         key = f"{name} {dtype}"
         if key not in self.tensors:
-            self.tensors[key] = torch.empty(self.size, dtype=dtype, device=self.device, pin_memory=self.is_pinned)
+            self.tensors[key] = torch.empty(self.size, dtype=dtype, device=self.device)
         return self.tensors[key][offset : offset + size]
 
 

@@ -1,6 +1,6 @@
 """tests.layouts.worker with small buckets, and offload of activations of every size: tiny models then use several.
 
-"loses_bucket" of a job: the weights of the first bucket do not return from the host. A result also has
+"loses_bucket" of a job: the first bucket whose states are on the host is not updated. A result also has
 "copies": number of tensors that went to the host in forward passes
 "built", "peak": bytes of the GPU's memory that this job has after the optimizer was built, and at most until then
 "elements": number of trained parameters
@@ -10,17 +10,17 @@ import gc
 
 import torch
 from megaswift.bridge.layers import activation_offload
-from megaswift.tasks.train import host_pipeline, hybrid_adamw
+from megaswift.tasks.train import device_visits, hybrid_adamw
 
 from tests.layouts import worker
 
-host_pipeline.BUCKET = hybrid_adamw.DEVICE_BUCKET = 2**18 if torch.cuda.is_available() else 2**10
+device_visits.BUCKET = hybrid_adamw.DEVICE_BUCKET = 2**18 if torch.cuda.is_available() else 2**10
 activation_offload.MIN_BYTES = 0
 
 
 def run(job: dict) -> dict:
-    send, begin, open_training = (
-        host_pipeline.HostPipeline._send,
+    visit, begin, open_training = (
+        device_visits.DeviceVisits._visit,
         activation_offload._SavedTensor.__init__,
         worker.open_training,
     )
@@ -39,7 +39,7 @@ def run(job: dict) -> dict:
         return training
 
     if job.get("loses_bucket"):
-        host_pipeline.HostPipeline._send = lambda self, number: send(self, number) if number else None
+        device_visits.DeviceVisits._visit = lambda self, number, bucket: visit(self, number, bucket) if number else None
     activation_offload._SavedTensor.__init__, worker.open_training = count, measure
     gc.collect()
     earlier = 0  # bytes of earlier jobs of this process
@@ -49,7 +49,7 @@ def run(job: dict) -> dict:
     try:
         return worker.run(job) | counts
     finally:
-        host_pipeline.HostPipeline._send = send
+        device_visits.DeviceVisits._visit = visit
         activation_offload._SavedTensor.__init__, worker.open_training = begin, open_training
 
 

@@ -9,7 +9,7 @@ from megaswift.bridge.model.build import build_model
 from megaswift.bridge.option_groups import compose
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.system import pinned_memory
-from megaswift.tasks.train import host_pipeline, hybrid_adamw
+from megaswift.tasks.train import device_visits, hybrid_adamw
 from megaswift.tasks.train.hybrid_adamw import HybridAdamW, StatePlacement, check_host_memory
 from megaswift.tasks.train.optimizer import build_optimizer, chained_optimizers, wrap_for_data_parallelism
 from safetensors.torch import load_file
@@ -45,7 +45,7 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(host_pipeline, "BUCKET", 512)
+    monkeypatch.setattr(device_visits, "BUCKET", 512)
     monkeypatch.setattr(hybrid_adamw, "DEVICE_BUCKET", 512)
 
 
@@ -156,21 +156,15 @@ def test_nothing_changes_where_the_norm_is_not_finite(placement):
 
 
 @pytest.mark.parametrize("types", [(), ("bf16", "fp8", "fp16")])
-def test_states_that_visit_the_device_are_those_that_stay(types, monkeypatch):
-    """On a CPU both are the same arithmetic, and each share divides the parameters differently.
-
-    Bits are equal, but for masters beside bf16 copies: some lose a unit in the last place (state_tensor.py).
-    """
-    placement, visitors, found = StatePlacement(1.0, *types), [], []
-    for share in (0.0, 0.6, 1.0):
-        monkeypatch.setattr(host_pipeline, "VISITING_SHARE", share)
+def test_states_that_visit_the_device_are_those_that_stay(types):
+    """The arithmetic is the same. Bits are equal, but for masters beside bf16 copies (state_tensor.py)."""
+    found = []
+    for fraction in (0.0, 0.6, 1.0):
         values, copies = parameters()
-        optimizer = HybridAdamW([{"params": values}], copies, placement, **SETTINGS)
-        visitors.append(sum(parameter.numel() for parameter in optimizer._visitors))
+        optimizer = HybridAdamW([{"params": values}], copies, StatePlacement(fraction, *types), **SETTINGS)
         for seed in range(3):
             step(optimizer, seed)
         found.append((states(optimizer), list(copies.values()), values[2:]))
-    assert 0 == visitors[0] < visitors[1] < visitors[2] == sum(map(torch.numel, values))
     tolerance = 0 if types else 2**-22
     torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=0)
     torch.testing.assert_close(found[2], found[0], rtol=tolerance, atol=0)
@@ -178,8 +172,7 @@ def test_states_that_visit_the_device_are_those_that_stay(types, monkeypatch):
 
 @pytest.mark.parametrize("direction", ["arrive", "leave"])
 def test_a_state_that_does_not_travel_is_seen(direction, monkeypatch):
-    monkeypatch.setattr(host_pipeline, "VISITING_SHARE", 1.0)
-    copy_states = host_pipeline._copy_states
+    copy_states = device_visits._copy_states
     found = []
     for fails in (False, True):
         values, copies = parameters()
@@ -191,7 +184,7 @@ def test_a_state_that_does_not_travel_is_seen(direction, monkeypatch):
             if not fails or leaves != (direction == "leave"):
                 copy_states(sources, targets)
 
-        monkeypatch.setattr(host_pipeline, "_copy_states", copy_some)
+        monkeypatch.setattr(device_visits, "_copy_states", copy_some)
         for seed in range(3):
             step(optimizer, seed)
         found.append(copies[values[0]])
@@ -238,10 +231,12 @@ def test_masters_in_fp16_of_weights_in_fp32_are_refused(alone):
 def test_too_little_host_memory_is_an_error(monkeypatch):
     monkeypatch.setattr(hybrid_adamw, "available_host_memory", lambda: 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    check_host_memory(StatePlacement(1.0), 2**25, has_masters=True)
-    with pytest.raises(ValueError, match=r"needs 1\.5 GiB of this machine's memory, and 1\.0 GiB are free\. Lower"):
-        check_host_memory(StatePlacement(1.0), 2**26, has_masters=True)
-    check_host_memory(StatePlacement(0.5), 2**26, has_masters=True)
+    check_host_memory(StatePlacement(1.0), 2**25, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"needs 1\.2 GiB of this machine's memory, and 1\.0 GiB are free\. Lower"):
+        check_host_memory(StatePlacement(1.0), 2**26, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"needs 1\.5 GiB"):  # masters in fp32 beside weights in fp16
+        check_host_memory(StatePlacement(1.0), 2**26, torch.float16)
+    check_host_memory(StatePlacement(0.5), 2**26, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
