@@ -32,8 +32,6 @@ DOCUMENT = 1000  # mean tokens of a chat
 GIB = 2**30
 MARKERS = "<!-- plan -->", "<!-- /plan -->"
 HEADINGS = ("model", "GPUs", "system", "GPU", "GiB planned", "measured", "error", "s/step planned", "measured", "error")
-# Runs whose time is that of another program: their update on the host was slower before states visited the GPU.
-OLD_TIMES = {("8b-offload", "ours", "")}
 
 
 @dataclass(frozen=True)
@@ -52,22 +50,20 @@ class Check:
         return self.planned_memory / self.memory - 1
 
     @property
-    def time_error(self) -> float | None:
-        """Relative error; None where the time is not comparable."""
-        key = self.run["row"], self.run["system"], self.run["flags"]
-        return None if key in OLD_TIMES else self.planned_seconds / self.seconds - 1
+    def time_error(self) -> float:
+        return self.planned_seconds / self.seconds - 1
 
     @property
     def is_close(self) -> bool:
         is_in = MEMORY[0] <= self.memory_error <= MEMORY[1]
-        return is_in and (self.time_error is None or TIME[0] <= self.time_error <= TIME[1])
+        return is_in and TIME[0] <= self.time_error <= TIME[1]
 
     @property
     def cells(self) -> tuple[str, ...]:
-        run, time_error = self.run, "" if self.time_error is None else f"{self.time_error:+.1%}"
+        run = self.run
         device = run["device"].removeprefix("NVIDIA ").split()[0]
         cells = f"{self.planned_memory:.1f}", f"{self.memory:.1f}", f"{self.memory_error:+.1%}"
-        times = f"{self.planned_seconds:.3f}", f"{self.seconds:.3f}", time_error
+        times = f"{self.planned_seconds:.3f}", f"{self.seconds:.3f}", f"{self.time_error:+.1%}"
         title = ROWS[run["row"]].title + ("" if self.is_claimed else " (*)")
         return title, str(run["gpus"]), name_of(run), device, *cells, *times
 

@@ -109,7 +109,9 @@ class OptimizerOptions:
         "Muon under tensor parallelism: each rank iterates on the whole matrix, its shard with all-reduces, or its "
         "shard alone, which is another update in each layout.",
     ] = "duplicated"
-    optimizer_cpu_offload: Annotated[bool, "Keep AdamW's state in host memory, and update it there."] = False
+    optimizer_cpu_offload: Annotated[
+        bool, "Keep AdamW's state in host memory, from where it visits the GPU for its update."
+    ] = False
     optimizer_offload_fraction: Annotated[
         float, "Share of the parameters whose state --optimizer_cpu_offload keeps on the host.", "[0, 1]"
     ] = 1.0

@@ -125,10 +125,12 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
     logits = BYTES * tokens * (1 - image_share) * work.vocab_size / layout.tensor if is_last else 0.0
     logits = min(logits, (KEPT_LOGITS + LOGITS_CHUNK) * work.gpu_bytes)
     recomputed = layout.recomputed_share(len(layers))
-    in_backward = max(saved)  # bytes that a layer computes again when the logits are freed
+    # Bytes that a layer computes again when the logits are freed, and of the gradients within its MLP.
+    within_mlps = [_mlp_bytes(work, layout, layer) for layer in layers]
+    in_backward = max(total + within for total, within in zip(saved, within_mlps, strict=True))
     if layout.recompute == "mlp":
-        in_backward = max(_recomputed_mlp_bytes(work, layout, layer) for layer in layers)
-        saved = [total - _recomputed_mlp_bytes(work, layout, layer) for total, layer in zip(saved, layers, strict=True)]
+        in_backward = max(within_mlps)
+        saved = [total - within for total, within in zip(saved, within_mlps, strict=True)]
     kept = recomputed * BYTES * work.config.hidden_size / layout.tensor * len(layers) + (1 - recomputed) * sum(saved)
     activations = tokens * in_flight * kept
     if layout.recompute != "none":
@@ -171,8 +173,8 @@ def _saved_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
     return (BYTES * values + masks) / layout.tensor
 
 
-def _recomputed_mlp_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
-    """Return the bytes per token that a layer saves only without `--recompute_modules mlp`."""
+def _mlp_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
+    """Return the bytes per token of the values within a dense MLP, saved only without `--recompute_modules mlp`."""
     if not work.layer(layer).has_mlp or work.is_sparse(layer):
         return 0.0
     return BYTES * (_dense_values(work.config) - 2 * work.config.hidden_size) / layout.tensor

@@ -18,7 +18,8 @@ DISPATCH = 0.817  # share of an expert layer's time in products; the rest is rou
 # Bytes a second of a GPU: all-gathers and reduce-scatters, all-to-alls with their waits, and links between nodes.
 NVLINK, NVLINK_ALL_TO_ALL, NETWORK = 205e9, 159e9, 40e9
 MEMORY_BANDWIDTH = 3.3e12  # bytes a second that the optimizer's step reaches on an H200
-HOST_PARAMETERS = 4.2e9  # parameters a second of a node's host per 32 cores, optimizer_cpu_offload
+# Bytes a second of a GPU, in each direction at once, of optimizer states on the host: one GPU of a node, and all of it.
+PCIE, SHARED_PCIE = 48e9, 34e9
 OVERLAP = 0.7  # share of the gradients' exchange that is hidden behind the backward pass
 FP8_SPEEDUP = 1.9  # speed of products, relative to bf16
 QUANTIZATION = 6.7e-12  # seconds to quantize a value of their inputs and outputs, both passes
@@ -159,6 +160,7 @@ def _update_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> floa
     exchange = (work.gradient_bytes + BYTES) * moved / link * (1 - OVERLAP)
     updated = dense / replicas + held_experts / layout.expert_data
     on_host = updated * work.offload_fraction if layout.offloads else 0.0
-    host_seconds = on_host * min(layout.gpus, machine.per_node) / HOST_PARAMETERS
+    # A master on the host is two bytes beside its bf16 copy.
+    host_seconds = on_host * (work.optimizer_bytes - BYTES) / (PCIE if layout.gpus == 1 else SHARED_PCIE)
     touched = (updated - on_host) * (work.gradient_bytes + 2 * work.optimizer_bytes + BYTES)
     return exchange + host_seconds + touched / MEMORY_BANDWIDTH

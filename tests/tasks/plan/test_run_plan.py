@@ -185,7 +185,11 @@ def test_weights_in_fp8(command) -> None:
 def test_a_part_of_the_optimizer_on_the_host(command) -> None:
     most, plain, all_of_it = (
         plan_run(options_of(command("8b-offload", more)), 1).memory
-        for more in ("--optimizer_offload_fraction 0.75", "--optimizer_cpu_offload false", "")
+        for more in (
+            "--optimizer_offload_fraction 0.75",
+            "--optimizer_cpu_offload false --optimizer_offload_fraction 1",
+            "--optimizer_offload_fraction 1",
+        )
     )
     assert (most.optimizer, all_of_it.optimizer) == (plain.optimizer / 4, 0)
 
