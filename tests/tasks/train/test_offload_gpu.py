@@ -20,7 +20,7 @@ MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 SCALED = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8", "main_params_dtype": "fp16"}
 SCALES = 3 / 256  # bytes of an element's scales
 LOCAL = {"transformer_impl": "local"}
-# name: (flags, bytes of an element's state on the GPU, the run with which losses are compared, bound of relative errors)
+# name: (flags, bytes of an element's state on the GPU, the run that has the same losses, bound of relative errors)
 RUNS = {
     "plain": (BF16, 12, "plain", 0),
     "host": (BF16 | HOST, 0, "plain", 1e-6),
