@@ -5,15 +5,19 @@ from pathlib import Path
 
 from ..bridge.option_groups import flag_value, flag_values
 from ..tasks.options import GrpoOptions, SftOptions
-from ..tasks.plan.run_plan import ASSUMED_IMAGES, TEXT, Gpu, Images, check_fits, memory_line
+from ..tasks.plan.gpus import GPUS
+from ..tasks.plan.run_plan import ASSUMED_IMAGES, TEXT, Gpu, Images, check_fits, memory_line, time_line
 from ..tasks.run.args_json import SECRET
 from ..tasks.run.planning import DataPlan, ProcessLayout, plan_data
 from ..tasks.run.resume import requested_checkpoint
+from ..tasks.system.memory import GIB
 from ..templates.plural import plural
 from .checks.common import check_writable
 from .flags import flags_of, show
 from .launch import gpu_model, shown_command, torchrun_command
 from .training_launch import TrainingLaunch
+
+WITHOUT_GPU = GPUS["h100"].name, GPUS["h100"].memory * GIB  # whose time is shown where there is no GPU
 
 
 def report(
@@ -52,6 +56,7 @@ def report(
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
         f"  memory            {memory_line(options, layout.world, _images(data))}",
+        *_time_lines(options, layout, launch, data),
         f"  command           {shown_command(command, launch.settings)}",
         *_server_lines(launch),
         "",
@@ -71,6 +76,17 @@ def _images(data: DataPlan) -> Images:
     if not visual_tokens:
         return TEXT
     return Images(visual_tokens / int(store.lengths.sum()), visual_tokens / sum(store.media_counts().values()))
+
+
+def _time_lines(options: SftOptions, layout: ProcessLayout, launch: TrainingLaunch, data: DataPlan) -> list[str]:
+    """Return the expected time of the run on its GPUs, or on H100s where there are none."""
+    from ..templates.dataset.store import TokenStore
+
+    gpus, store = launch.placement.training, data.prepared.train
+    gpu = Gpu(*(gpu_model(gpus[0]) if gpus else None) or WITHOUT_GPU, launch.processes.per_node)
+    document = round(store.lengths.mean()) if isinstance(store, TokenStore) else None
+    line = time_line(options, layout.world, _images(data), document, gpu, data.steps)
+    return [f"  time              {line}"] if line else []
 
 
 def _check_fits(options: SftOptions, layout: ProcessLayout, launch: TrainingLaunch) -> None:

@@ -13,7 +13,8 @@ plus 8 each, the first in the lowest bits. `weight_scale` [out, in / group_size]
 and `weight_shape` out and in.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -50,16 +51,21 @@ def open_weights(folder: str | Path, hf_config: HfConfig) -> WeightSource:
 
     Raises ValueError for an unknown quantization, and as SafetensorsFolder does.
     """
+    return weight_reader(folder, hf_config)(folder)
+
+
+def weight_reader(folder: str | Path, hf_config: HfConfig) -> Callable[[str | Path], WeightSource]:
+    """Return what opens a folder with the quantization of config.json. Raises ValueError for an unknown one."""
     quantization = quantization_of(hf_config)
     if not quantization:
-        return SafetensorsFolder(folder)
+        return SafetensorsFolder
     method = quantization.get("quant_method")
     if method == "fp8" and quantization.get("weight_block_size"):
-        return Fp8Folder(folder, tuple(quantization["weight_block_size"]))
+        return partial(Fp8Folder, block=tuple(quantization["weight_block_size"]))
     if method == "mxfp4":
-        return Mxfp4Folder(folder)
+        return Mxfp4Folder
     if method == "compressed-tensors":
-        return Int4Folder(folder, _int4_group(folder, quantization))
+        return partial(Int4Folder, group=_int4_group(folder, quantization))
     kind = f"quant_method {method!r}"
     if method == "fp8":
         kind += " without weight_block_size"

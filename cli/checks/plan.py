@@ -7,9 +7,7 @@ from .model import supported_config
 
 def check_plan(options: PlanOptions) -> list[str]:
     """Raise UsageError for a model or sizes that cannot be planned. Return notes for the user."""
-    config = supported_config(options.model_options, weights=())
-    if config is not None and config.get("quantization_config"):
-        raise UsageError(f"--model {options.model}: plans are for weights in bf16. Set the model without quantization.")
+    supported_config(options.model_options, weights=())
     if options.document_length and options.document_length > options.max_length:
         raise UsageError(
             f"--document_length {options.document_length}: longer than --max_length {options.max_length}. Lower it."

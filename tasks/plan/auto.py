@@ -28,10 +28,10 @@ FLAGS = {
     "offloads": "optimizer_cpu_offload",
 }
 RECOMPUTE_FLAGS = "recompute_granularity", "recompute_modules"
-LAYOUT_FLAGS = *FLAGS.values(), *RECOMPUTE_FLAGS
+RECOMPUTED_LAYERS = "recompute_method", "recompute_num_layers"
+LAYOUT_FLAGS = *FLAGS.values(), *RECOMPUTE_FLAGS, *RECOMPUTED_LAYERS
 ALWAYS_SET = [*(flag for name, flag in FLAGS.items() if name not in DIVISION), *RECOMPUTE_FLAGS]  # by each plan
-PLANNED_VALUES = {"recompute_method": (None, "uniform"), "recompute_num_layers": (None, 1), "cpu_offloading": (False,),
-                  "recompute_modules": (["core_attn"], ["mlp"], ["core_attn", "mlp"])}  # fmt: skip
+PLANNED_VALUES = {"cpu_offloading": (False,), "recompute_modules": (["core_attn"], ["mlp"], ["core_attn", "mlp"])}
 FIX = "Set the layout's flags instead (`megatron plan` prints them)"
 
 
@@ -71,6 +71,8 @@ def planned(options: SftOptions, requested: Collection[str], world: int, gpu: Gp
     for name, values in PLANNED_VALUES.items():
         if flag_value(options, name) not in values:
             raise ValueError(f"{flag} cannot be used with --{name}, which is not planned. Remove one of them")
+    if options.build.recompute_method == "uniform" and options.build.recompute_num_layers not in (None, 1):
+        raise ValueError(f"{flag}: --recompute_num_layers is planned as 1 with --recompute_method uniform. Set that")
     if "sequence_parallel" in requested and not options.build.sequence_parallel:
         raise ValueError(f"{flag} cannot be used with --sequence_parallel false. Remove one of them")
     if pack_length(options) is None:
@@ -110,6 +112,9 @@ def _search(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any]) -> Search:
     if "virtual" in pins:
         pins["virtual"] = pins["virtual"] or 1
     pins["recompute"] = _allowed_recompute(values.get("recompute_granularity"), values.get("recompute_modules"))
+    if any(name in values for name in RECOMPUTED_LAYERS):
+        is_block = values.get("recompute_method") == "block"
+        pins["recomputed"] = values.get("recompute_num_layers") if is_block else None
     assert gpu.machine is not None
     return search(plan.work, plan.layout.gpus, gpu.machine, gpu.memory - OUTSIDE, pins)
 

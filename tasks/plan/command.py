@@ -4,48 +4,67 @@ from dataclasses import replace
 
 from ...bridge.checkpoint.hub import model_folder, read_config
 from ...bridge.checkpoint.pretrained import load_config
+from ...bridge.checkpoint.quantized import quantization_of, weight_reader
 from ...templates.plural import plural
-from ..observability.flops import peak_flops
 from ..options import PlanOptions
 from ..system.memory import GIB
+from .gpus import GPUS
 from .memory import OUTSIDE, Memory, Workload
 from .search import Plan, Search, search, smallest_cluster
-from .speed import Machine
+from .speed import Machine, StepTime
 from .table import aligned, choices
 from .workload import make_workload
 
-# Names as torch has them, and GiB that a process sees.
-GPUS = {
-    "h100": ("NVIDIA H100", 79.1),
-    "h200": ("NVIDIA H200", 139.8),
-    "h20": ("NVIDIA H20", 95.1),
-    "a100": ("NVIDIA A100", 79.1),
-    "b200": ("NVIDIA B200", 178.3),
-    "l40s": ("NVIDIA L40S", 44.4),
-}
-HEADINGS = ("layout", "micro batch", "recompute", "AdamW on", *Memory._fields, "GiB", "s/step", "tokens/s/GPU")
+HEADINGS = (
+    "layout", "micro batch", "recompute", "AdamW on", *Memory._fields, "GiB", "s/step", "tokens/s/GPU", "slower by"
+)  # fmt: skip
+TOO_LARGE = 3  # faster layouts that are named although they do not fit
 
 
 def run(options: PlanOptions, sources: dict[str, str]) -> int:
     """Print the plans. Raises ValueError if nothing fits."""
     folder = model_folder(options.model_options, weights=False)
     hf_config = read_config(folder)
-    device, memory = GPUS[options.gpu]
-    memory = options.memory or memory
+    weight_reader(folder, hf_config)  # raises ValueError for an unknown quantization
+    device = GPUS[options.gpu].name
+    memory = options.memory or GPUS[options.gpu].memory
     work = replace(make_workload(hf_config, load_config(folder), options), gpu_bytes=memory * GIB)
-    peak = peak_flops(device)
-    assert peak is not None
-    machine = Machine(peak, options.gpus_per_node)
+    machine = Machine.of(device, options.gpus_per_node)
+    assert machine is not None
     pins = _pins(options)
     limit = memory * GIB - OUTSIDE
     result = search(work, options.gpus, machine, limit, pins)
-    print(_summary(options, work, device, memory))
+    print(_summary(options, work, device, memory, quantization_of(hf_config).get("quant_method")))
     if result.best is None:
         raise ValueError(_misfit(options, work, machine, limit, result, pins))
-    print(table(work, result.plans[: options.rows]))
-    print(f"\n{len(result.plans):,} layouts fit, and {result.rejected:,} do not. The first:")
+    print(table(work, _of_each_size(result.plans)[: options.rows]))
+    print(f"\n{len(result.plans):,} layouts fit, and {len(result.too_large):,} do not.", end=" ")
+    faster = [plan for plan in result.too_large if plan.seconds < result.best.seconds]
+    if faster:
+        print("Faster, but too large:")
+        print("\n".join(f"  {_excess(plan, limit)}" for plan in _of_each_size(faster)[:TOO_LARGE]))
+    print("The first:")
     print(f"  {_command(options, result.best)}")
     return 0
+
+
+def _of_each_size(plans: list[Plan]) -> list[Plan]:
+    """Return the fastest plan of each choice of parallel sizes. plans: the fastest first"""
+    best: dict[tuple[int, ...], Plan] = {}
+    for plan in plans:
+        layout = plan.layout
+        best.setdefault((layout.tensor, layout.pipeline, layout.context, layout.expert), plan)
+    return list(best.values())
+
+
+def _excess(plan: Plan, limit: float) -> str:
+    """Return what a layout needs that does not fit, and the greatest part of it."""
+    memory, layout = plan.memory, plan.layout
+    name, part = max(memory._asdict().items(), key=lambda item: item[1])
+    return (
+        f"{layout}, micro batch {layout.micro_batch}: {plan.seconds:.2f} s/step, but {memory.total / GIB:.1f} GiB, "
+        f"{(memory.total - limit) / GIB:.1f} too many; {name} {part / GIB:.1f}"
+    )
 
 
 def _command(options: PlanOptions, plan: Plan) -> str:
@@ -81,25 +100,34 @@ def _pins(options: PlanOptions) -> dict[str, object]:
         "recompute": options.recompute and [options.recompute],
         "offloads": options.optimizer_cpu_offload,
     }
-    return {name: value for name, value in values.items() if value is not None}
+    pins: dict[str, object] = {name: value for name, value in values.items() if value is not None}
+    return pins | {"recomputed": None} if options.recompute == "full" else pins
 
 
 def table(work: Workload, plans: list[Plan]) -> str:
     """Return the plans as lines of columns; memory in GiB of the rank that needs most."""
-    return aligned([HEADINGS, *(_cells(work, plan) for plan in plans)])
+    return aligned([HEADINGS, *(_cells(work, plan, plans[0]) for plan in plans)])
 
 
-def _cells(work: Workload, plan: Plan) -> tuple[str, ...]:
+def _cells(work: Workload, plan: Plan, best: Plan) -> tuple[str, ...]:
     return (
         *choices(plan.layout),
         *(f"{part / GIB:.1f}" for part in plan.memory),
         f"{plan.memory.total / GIB:.1f}",
         f"{plan.seconds:.2f}",
         f"{plan.tokens_per_second(work):,.0f}",
+        _slower_by(plan.time, best.time),
     )
 
 
-def _summary(options: PlanOptions, work: Workload, device: str, memory: float) -> str:
+def _slower_by(time: StepTime, best: StepTime) -> str:
+    """Return the share that a step takes longer than the best, and what has grown most."""
+    name = max(StepTime._fields, key=lambda field: getattr(time, field) - getattr(best, field))
+    share = time.total / best.total - 1
+    return f"{share:.1%} ({name})" if share else ""
+
+
+def _summary(options: PlanOptions, work: Workload, device: str, memory: float, quantization: str | None) -> str:
     experts = sum(layer.expert for layer in work.parameters.layers)
     of_experts = f", {experts / 1e9:.1f} billion in experts" if experts else ""
     trained = "all of the language model's" if work.tower else "all of them"
@@ -111,6 +139,8 @@ def _summary(options: PlanOptions, work: Workload, device: str, memory: float) -
         f"{plural(options.gpus, f'{device} GPU')} of {memory:g} GiB; steps of {plural(work.global_batch, 'pack')} of "
         f"{work.length:,} tokens, in documents of {work.document_length:,}",
     ]
+    if quantization:
+        lines.append(f"The weights of the checkpoint, in {quantization}, are read as bf16.")
     if tower := work.tower:
         parts = [
             name for name, trains in (("layers", tower.trains_layers), ("mergers", tower.trains_mergers)) if trains

@@ -5,12 +5,14 @@ scripts/bench hold the sum against `torch.cuda.max_memory_reserved` (tests/tasks
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
 from megatron.core.transformer import TransformerConfig
 
 from ...bridge.mapping.architecture import Layer
+from ..observability.flops import Flops
 from ..system.memory import GIB
 from .gpu_layout import GpuLayout
 from .parameters import ModelParameters, Parameters
@@ -23,6 +25,11 @@ EXPERT_SKEW = 1.1  # tokens of the busiest rank of expert parallelism, relative 
 # Logits that the output layer keeps, in the memory of a GPU, and those of a chunk beside them (kernels/log_probs.py).
 KEPT_LOGITS, LOGITS_CHUNK = 1 / 16, 1 / 48
 DROPOUT_MASK_BYTES = 1
+# Keys and values of a layer that context parallelism's ring sends or receives: two forward, four backward. PyTorch does
+# not reuse the memory of what a peer is sent before the GPU has done that, and the host is as many kernels ahead.
+RING_BUFFERS = 6
+LAUNCH_QUEUE = 4096  # kernels (CUDA_SCALE_LAUNCH_QUEUES, cli/launch.py)
+LAYER_LAUNCHES = {"dense": 120, "experts": 180}  # about, of both passes
 FP8_WEIGHT_BYTES = 2  # copy of a matrix and its transpose, which the products of both passes read
 
 
@@ -80,10 +87,26 @@ class Workload:
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer, from 0, has experts."""
+        return self._sparse[layer]
+
+    # A search reads these some ten thousand times.
+    @cached_property
+    def _sparse(self) -> list[bool]:
+        layers, frequency = range(self.config.num_layers), self.config.moe_layer_freq
         if not self.config.num_moe_experts:
-            return False
-        frequency = self.config.moe_layer_freq
-        return bool(frequency[layer] if isinstance(frequency, list) else layer % frequency == 0)
+            return [False] * len(layers)
+        return [bool(frequency[n] if isinstance(frequency, list) else n % frequency == 0) for n in layers]
+
+    @cached_property
+    def flops(self) -> Flops:
+        return Flops.of(self.config, self.vocab_size, trained=1.0 if self.lora_rank is None else 0.0)
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each layer the first one that is like it."""
+        firsts: dict[tuple[Layer, bool], int] = {}
+        layers = range(self.config.num_layers)
+        return [firsts.setdefault((self.layer(layer), self.is_sparse(layer)), layer) for layer in layers]
 
     @property
     def has_frozen_experts(self) -> bool:
@@ -121,23 +144,30 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
     tokens = layout.micro_batch * work.length / layout.context
     micro_batches = layout.micro_batches(work.global_batch)
     in_flight = layout.chunks_in_flight(stage, micro_batches) / layout.virtual
-    saved = [_saved_bytes(work, layout, layer) for layer in layers]
+    kinds = work.kinds[layers.start : layers.stop]
+    bytes_by_kind = {
+        layer: (_saved_bytes(work, layout, layer), _mlp_bytes(work, layout, layer)) for layer in set(kinds)
+    }
+    saved = [bytes_by_kind[layer][0] for layer in kinds]
     logits = BYTES * tokens * (1 - image_share) * work.vocab_size / layout.tensor if is_last else 0.0
     logits = min(logits, (KEPT_LOGITS + LOGITS_CHUNK) * work.gpu_bytes)
     recomputed = layout.recomputed_share(len(layers))
     # Bytes that a layer computes again when the logits are freed, and of the gradients within its MLP.
-    within_mlps = [_mlp_bytes(work, layout, layer) for layer in layers]
+    within_mlps = [bytes_by_kind[layer][1] for layer in kinds]
     in_backward = max(total + within for total, within in zip(saved, within_mlps, strict=True))
     if layout.recompute == "mlp":
         in_backward = max(within_mlps)
         saved = [total - within for total, within in zip(saved, within_mlps, strict=True)]
-    kept = recomputed * BYTES * work.config.hidden_size / layout.tensor * len(layers) + (1 - recomputed) * sum(saved)
-    activations = tokens * in_flight * kept
+    inputs = BYTES * work.config.hidden_size / layout.tensor * len(layers)
+    activations = tokens * in_flight * (recomputed * inputs + (1 - recomputed) * sum(saved))
     if layout.recompute != "none":
         activations += max(tokens * in_backward - logits, 0)
+    activations += tokens * _ring_bytes(work, layout, layers)
     if work.tower:
         visual_tokens = layout.micro_batch * work.length * image_share
-        activations += work.tower.bytes_of_micro_batches(layout, visual_tokens, micro_batches)
+        kept, recomputed = work.tower.bytes_of_micro_batches(layout, visual_tokens, micro_batches)
+        # A tower is recomputed after the language model's backward passes.
+        activations = kept + max(activations, recomputed)
         dense += work.parameters.tower.total + work.parameters.mergers.total
         trained += work.trained_tower
         shards += work.trained_tower / (layout.data * layout.context)
@@ -173,6 +203,15 @@ def _saved_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
     return (BYTES * values + masks) / layout.tensor
 
 
+def _ring_bytes(work: Workload, layout: GpuLayout, layers: range) -> float:
+    """Return the bytes per token of keys and values that wait for the GPU, with context parallelism."""
+    if layout.context == 1:
+        return 0.0
+    launches = LAYER_LAUNCHES["experts" if any(map(work.is_sparse, layers)) else "dense"]
+    ahead = min(sum(work.layer(layer).mixer == "attention" for layer in layers), LAUNCH_QUEUE / launches)
+    return RING_BUFFERS * ahead * BYTES * key_values(work.config) / layout.tensor
+
+
 def _mlp_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
     """Return the bytes per token of the values within a dense MLP, saved only without `--recompute_modules mlp`."""
     if not work.layer(layer).has_mlp or work.is_sparse(layer):
@@ -188,6 +227,14 @@ def _head_values(config: TransformerConfig) -> tuple[int, int]:
         return heads * (2 * query + config.v_head_dim), heads * config.v_head_dim  # type: ignore[attr-defined]
     dim = config.kv_channels or config.hidden_size // heads
     return (heads + 2 * groups) * dim, heads * dim
+
+
+def key_values(config: TransformerConfig) -> int:
+    """Return the values of a token's keys and values."""
+    mixed, output = _head_values(config)
+    if not config.multi_latent_attention:
+        return mixed - output
+    return mixed - config.num_attention_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)  # type: ignore[attr-defined]
 
 
 def _mixer_values(config: TransformerConfig, layer: Layer) -> int:

@@ -14,7 +14,7 @@ NAME, FLAG = "micro_batch_size", "--micro_batch_size auto"
 FIX = "Set a number"
 # Share of a GPU's memory that a plan may fill. Measured runs took up to 3 % more than planned (docs/plan.md).
 FILLED = 0.95
-# Products reach their full speed with fewer tokens of a rank; more would only take memory.
+# Products reach their full speed with fewer tokens of a rank; more would take memory for little.
 MOST_TOKENS = 32_768
 SLOWER = 1.0005  # times at most this factor apart are the same: sums of floating-point numbers
 CPU_MICRO_BATCHES = 4, 2
@@ -56,12 +56,12 @@ def auto_micro_batch(options: SftOptions, world: int, gpu: Gpu, checkpoint: Path
 
 
 def _largest(plans: list[Plan], length: float) -> Plan:
-    """Return the plan with the largest micro batch that is not slower. length: tokens of a rank's sample"""
-    fast = [fit for fit in plans if fit.seconds <= plans[0].seconds * SLOWER]
-    useful = [fit for fit in fast if fit.layout.micro_batch * length <= MOST_TOKENS]
+    """Return the fastest plan of at most MOST_TOKENS, with the largest micro batch. length: tokens of a sample"""
+    useful = [fit for fit in plans if fit.layout.micro_batch * length <= MOST_TOKENS]
     if not useful:
-        return min(fast, key=lambda fit: fit.layout.micro_batch)
-    return max(useful, key=lambda fit: fit.layout.micro_batch)
+        return min(plans, key=lambda fit: fit.layout.micro_batch)
+    fastest = min(fit.seconds for fit in useful)
+    return max((fit for fit in useful if fit.seconds <= fastest * SLOWER), key=lambda fit: fit.layout.micro_batch)
 
 
 def cpu_micro_batch(options: SftOptions, world: int) -> AutoLayout:

@@ -4,8 +4,10 @@ They are counted from the tables that load and save the model (bridge/mapping) a
 the meta device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +34,9 @@ class Parameters:
     def __add__(self, other: "Parameters") -> "Parameters":
         return Parameters(self.split + other.split, self.replicated + other.replicated, self.expert + other.expert)
 
+    def __sub__(self, other: "Parameters") -> "Parameters":
+        return Parameters(self.split - other.split, self.replicated - other.replicated, self.expert - other.expert)
+
 
 @dataclass
 class ModelParameters:
@@ -53,15 +58,23 @@ class ModelParameters:
     @property
     def language(self) -> int:
         """Number in the language model."""
-        parts = [*self.layers, self.embedding, self.output]
-        return sum(part.total for part in parts) - (self.embedding.total if self.tied else 0)
+        parts = self._sums[-1] + self.embedding + self.output
+        return parts.total - (self.embedding.total if self.tied else 0)
 
-    def of_stage(self, layers: Sequence[int], *, is_first: bool, is_last: bool) -> Parameters:
+    @cached_property
+    def _sums(self) -> list[Parameters]:
+        """Parameters of the first layers, by their number. A search reads those of ranges some ten thousand times."""
+        return list(accumulate(self.layers, initial=Parameters()))
+
+    def of_layers(self, layers: range) -> Parameters:
+        return self._sums[layers.stop] - self._sums[layers.start]
+
+    def of_stage(self, layers: range, *, is_first: bool, is_last: bool) -> Parameters:
         """Return the parameters of a pipeline stage, without the tower's.
 
         With one stage a tied output layer is the embedding itself.
         """
-        stage = sum((self.layers[layer] for layer in layers), Parameters())
+        stage = self.of_layers(layers)
         if is_first:
             stage += self.embedding
         if is_last:

@@ -6,17 +6,19 @@ from dataclasses import dataclass, fields, replace
 
 from ...bridge.checkpoint.hub import read_config, source_folder
 from ...bridge.checkpoint.pretrained import load_config
+from ...bridge.checkpoint.quantized import weight_reader
 from ...bridge.families import family_of
 from ...bridge.mapping.architecture import HfConfig
 from ...bridge.option_groups import flag_value
 from ...bridge.options import KernelOptions, MoEOptions, RecomputeOptions
-from ..observability.flops import peak_flops
+from ...templates.plural import plural
+from ..observability.run_logger import duration
 from ..options import CausalLmOptions, PlanOptions, PtOptions, SftOptions
 from ..system.memory import GIB
 from .gpu_layout import GpuLayout, Recompute
 from .memory import OUTSIDE, Memory, Workload, memory_of_rank
 from .search import search, smallest_cluster
-from .speed import Machine
+from .speed import Machine, seconds_per_step
 from .tower import IMAGE_SHARE, IMAGE_TOKENS
 from .workload import make_workload
 
@@ -41,11 +43,10 @@ FP8_FLAGS = "fp8_format", "fp8_recipe", "fp8_amax_history_len", "fp8_amax_comput
 ADAPTER_FLAGS = "lora_rank", "lora_alpha", "lora_dropout", "use_rslora"
 TOWER_FLAGS = "freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr", "vit_gradient_checkpointing"
 STATES = "weights", "gradients", "optimizer"  # parts of the memory that do not depend on the batch
-MEASURED_MODELS = "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe"  # rows of docs/plan.md
+MEASURED_MODELS = "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "gpt_oss"  # rows of docs/plan.md
 MEASURED_FLAGS = (
-    *NEUTRAL_FLAGS, *FP8_FLAGS, "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "expert_model_parallel_size",
-    "recompute_granularity", "recompute_method", "recompute_num_layers", "moe_permute_fusion",
+    *NEUTRAL_FLAGS, *FP8_FLAGS, *LAYOUT_FLAGS, "recompute_granularity", "recompute_method", "recompute_num_layers",
+    "recompute_modules", "moe_permute_fusion", "transformer_impl",
 )  # fmt: skip
 MEASURED_GPUS = 4
 # Planned memory without its reserve was at most 1.05 times what runs reserved.
@@ -63,8 +64,7 @@ class Gpu:
     @property
     def machine(self) -> Machine | None:
         """Speed of the GPU; None if it is not known."""
-        peak = peak_flops(self.name)
-        return Machine(peak, self.per_node) if peak else None
+        return Machine.of(self.name, self.per_node)
 
 
 class UnplannedRunError(ValueError):
@@ -120,14 +120,13 @@ def plan_run(
         raise UnplannedRunError(unplanned)
     folder = source_folder(options, options.mcore_model, weights=False)
     hf_config = read_config(folder, mcore=bool(options.mcore_model))
-    if "quantization_config" in hf_config:
-        raise UnplannedRunError("quantized weights")
     if images.share and (unplanned := _unplanned_tower(options, hf_config)):
         raise UnplannedRunError(unplanned)
     dtype = options.torch_dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
     if dtype != "bfloat16":
         raise UnplannedRunError(f"weights in {dtype}")
     try:
+        weight_reader(folder, hf_config)  # weights of a known quantization are read as bf16
         work = make_workload(hf_config, load_config(folder), plan_options(options, world, images))
     except ValueError as error:
         raise UnplannedRunError(str(error)) from None
@@ -233,9 +232,10 @@ def _is_measured(options: SftOptions, work: Workload, layout: GpuLayout, model_t
     return (
         model_type in MEASURED_MODELS
         and layout.gpus <= MEASURED_GPUS
-        and (layout.gpus == 1 or work.tower is None)
+        and not (layout.context > 1 and (work.tower or model_type == "gpt_oss"))
         and options.data.packing
         and not options.token_loss.enable_dft_loss  # type: ignore[attr-defined]
+        and {"core_attn", "mlp"}.issuperset(options.build.recompute_modules)
         and all(name in MEASURED_FLAGS for name in _changed(options.build))
     )
 
@@ -285,3 +285,24 @@ def memory_line(options: SftOptions, world: int, images: Images = ASSUMED_IMAGES
         parts = {name: parts[name] for name in STATES}
     text = ", ".join(f"{name} {part / GIB:.1f}" for name, part in parts.items())
     return f"{sum(parts.values()) / GIB:.1f} GiB of each GPU {about}: {text}"
+
+
+def time_line(
+    options: SftOptions, world: int, images: Images, document_length: int | None, gpu: Gpu, steps: int
+) -> str | None:
+    """Return the expected time of a step and of all steps as text; None if that is not planned.
+
+    document_length: tokens of a document in the mean; None: not known
+    """
+    if not options.data.packing or gpu.machine is None:
+        return None
+    try:
+        plan = plan_run(options, world, images, gpu.memory)
+    except UnplannedRunError:
+        return None
+    work = plan.work
+    work = replace(work, document_length=min(document_length or work.length, work.length))
+    seconds = seconds_per_step(work, plan.layout, gpu.machine)
+    speed = work.global_batch * work.length / seconds / world
+    about = f"{seconds:.3g} s/step, {speed:,.0f} tokens/s/GPU by the plan, on {gpu.name.removeprefix('NVIDIA ')}"
+    return f"{duration(steps * seconds)} for {plural(steps, 'step')}: {about}"

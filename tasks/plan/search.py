@@ -7,7 +7,7 @@ from typing import Any
 
 from .gpu_layout import RECOMPUTE, GpuLayout
 from .memory import Memory, Workload, memory_of_rank
-from .speed import Machine, seconds_per_step
+from .speed import Machine, StepTime, step_time
 
 MICRO_BATCHES = 1, 2, 4, 8, 16
 DIVISION = "virtual", "first", "last"
@@ -21,7 +21,11 @@ class Plan:
 
     layout: GpuLayout
     memory: Memory
-    seconds: float
+    time: StepTime
+
+    @property
+    def seconds(self) -> float:
+        return self.time.total
 
     def tokens_per_second(self, work: Workload) -> float:
         """Return the tokens per second of a GPU."""
@@ -30,11 +34,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Search:
-    """Result of a search: plans that fit, the fastest first, and the plan of the least memory among all."""
+    """Result of a search: plans that fit and those that do not, the fastest first, and that of the least memory."""
 
     plans: list[Plan]
     smallest: Plan | None  # None: the batch or the model's sizes exclude every layout
-    rejected: int  # layouts that do not fit
+    too_large: list[Plan]
 
     @property
     def best(self) -> Plan | None:
@@ -46,17 +50,26 @@ def search(work: Workload, gpus: int, machine: Machine, memory: float, pins: Map
 
     pins: values of GpuLayout's fields that are not searched; of `recompute` those that may be chosen
     """
-    plans, smallest, rejected = [], None, 0
+    plans: list[Plan] = []
+    too_large: list[Plan] = []
     for layout in _layouts(work, gpus, machine, pins):
-        for choice in _memory_choices(work, layout, pins):
-            plan = Plan(choice, memory_of_rank(work, choice), seconds_per_step(work, choice, machine))
-            if smallest is None or plan.memory.total < smallest.memory.total:
-                smallest = plan
-            if plan.memory.total <= memory:
-                plans.append(plan)
-                break  # the choices after it are slower
-            rejected += 1
-    return Search(sorted(plans, key=lambda plan: plan.seconds), smallest, rejected)
+        fits: list[Plan] = []
+        for offloads in [pins["offloads"]] if "offloads" in pins else (False, True):
+            choices = _memory_choices(work, replace(layout, offloads=bool(offloads)), pins)
+            timed = [(step_time(work, choice, machine), choice) for choice in choices]
+            for time, choice in sorted(timed, key=lambda pair: pair[0].total):
+                plan = Plan(choice, memory_of_rank(work, choice), time)
+                if plan.memory.total <= memory:
+                    fits.append(plan)
+                    break  # the choices after it are slower
+                too_large.append(plan)
+        plans += _by_speed(fits)[:1]
+    smallest = min([*plans, *too_large], key=lambda plan: plan.memory.total, default=None)
+    return Search(_by_speed(plans), smallest, _by_speed(too_large))
+
+
+def _by_speed(plans: list[Plan]) -> list[Plan]:
+    return sorted(plans, key=lambda plan: plan.seconds)
 
 
 def smallest_cluster(work: Workload, machine: Machine, memory: float, pins: Mapping[str, object]) -> int | None:
@@ -121,9 +134,17 @@ def _divides_matrices(work: Workload, tensor: int) -> bool:
 
 
 def _memory_choices(work: Workload, layout: GpuLayout, pins: Mapping[str, Any]) -> Iterator[GpuLayout]:
-    """Yield the layout with its choices of memory against time, the faster first."""
+    """Yield the layout with its choices of what is recomputed."""
     allowed = pins.get("recompute", RECOMPUTE)
     if len(allowed) > 1 and not work.has_dense_mlps:
         allowed = [choice for choice in allowed if choice != "mlp"]
-    for offloads, recompute in product([pins["offloads"]] if "offloads" in pins else [False, True], allowed):
-        yield replace(layout, offloads=offloads, recompute=recompute, recomputed=pins.get("recomputed"))
+    for recompute in allowed:
+        counts = [pins["recomputed"]] if "recomputed" in pins else _recomputed_layers(work, layout)
+        for recomputed in counts if recompute == "full" else [None]:
+            yield replace(layout, recompute=recompute, recomputed=recomputed)
+
+
+def _recomputed_layers(work: Workload, layout: GpuLayout) -> list[int | None]:
+    """Return numbers of recomputed layers of each chunk: a quarter, half and three quarters of them, and None, all."""
+    chunk = max(map(len, layout.stages(work.config.num_layers))) // layout.virtual
+    return [*sorted({chunk * quarters // 4 for quarters in (1, 2, 3)} - {0}), None]

@@ -1,29 +1,39 @@
-"""Expected time of a step: FLOPs over what matrices of a size reach, bytes over links, and idle stages.
+"""Expected time of a step: FLOPs over what matrices of a size reach, bytes over memory and links, and idle stages.
 
-The constants were fitted to docs/results.md (H200, bf16). They rank layouts; a run may be a fifth faster or slower.
+The constants were fitted to docs/results.md (H100 and H200, bf16). They rank layouts; a run may be a sixth faster or
+slower.
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ..observability.flops import Flops
+from ...bridge.mapping.architecture import Architecture
+from ..observability.flops import Flops, peak_flops
 from .gpu_layout import GpuLayout
-from .memory import BYTES, Workload, quantized_values
+from .gpus import GPUS, gpu_kind
+from .memory import BYTES, Workload, key_values, quantized_values
 
-# Share of the peak that products reach: BEST for large matrices, less for a hidden size or expert width near SMALL.
-BEST, SMALL, SMALL_EXPERT = 0.607, 780.0, 705.0
-ATTENTION = 0.537  # share of the peak of attention's kernels, forward and backward
+# Share of the peak that products reach: BEST for large matrices, less for a hidden size near SMALL.
+BEST, SMALL = 0.602, 768.0
+# Shares of the peak that attention's kernels reach, forward and backward, and that with sinks or capped scores does.
+ATTENTION, OWN_ATTENTION = 0.58, 0.15
 SCORED = 0.69  # share of a chat's tokens that are trained on, which alone pass through the output layer
-DISPATCH = 0.817  # share of an expert layer's time in products; the rest is routing and permutation
-# Bytes a second of a GPU: all-gathers and reduce-scatters, all-to-alls with their waits, and links between nodes.
-NVLINK, NVLINK_ALL_TO_ALL, NETWORK = 205e9, 159e9, 40e9
-MEMORY_BANDWIDTH = 3.3e12  # bytes a second that the optimizer's step reaches on an H200
+BANDWIDTH = 0.8  # share of the memory's bandwidth that kernels reach
+UPDATE_BANDWIDTH = 0.69  # share of it that the optimizer's step reaches
+ROUTED_PASSES = 3.0  # how often what experts take and compute of a token is written or read beside products
+# Shares of the links that all-gathers and reduce-scatters reach, and all-to-alls with their waits.
+GATHERING, ALL_TO_ALL = 0.31, 0.167
+NETWORK = 40e9  # bytes a second of a GPU between nodes
 # Bytes a second of a GPU, in each direction at once, of optimizer states on the host: one GPU of a node, and all of it.
 PCIE, SHARED_PCIE = 48e9, 34e9
-OVERLAP = 0.7  # share of the gradients' exchange that is hidden behind the backward pass
+OVERLAP = 0.83  # share of the gradients' exchange that is hidden behind the backward pass
 FP8_SPEEDUP = 1.9  # speed of products, relative to bf16
-QUANTIZATION = 6.7e-12  # seconds to quantize a value of their inputs and outputs, both passes
-LORA_OVERHEAD = 1.35  # adapters add small products
+QUANTIZATION = 6.5e-12  # seconds to quantize a value of their inputs and outputs, both passes
+LORA_OVERHEAD, LORA_EXPERTS = 1.33, 2.1  # adapters add small products, above all those of each expert
+# Seconds in which the host launches a layer's kernels of both passes, and one collective of tensor parallelism. By
+# Qwen3-VL-4B with TP2 and micro batches of one pack, on hosts of which one is a quarter faster (docs/results.md).
+HOST_LAYER, HOST_EXCHANGE = 3.5e-3, 0.25e-3
 
 
 @dataclass(frozen=True)
@@ -32,40 +42,77 @@ class Machine:
 
     peak_flops: float  # dense bf16
     per_node: int = 8
+    bandwidth: float = GPUS["h200"].bandwidth  # bytes a second of a GPU's memory
+    link: float = GPUS["h200"].link  # bytes a second between GPUs of a node, both directions together
+
+    @classmethod
+    def of(cls, name: str, per_node: int = 8) -> "Machine | None":
+        """Return the machine of GPUs with torch's `name`; None if their speed is not known."""
+        peak, kind = peak_flops(name), gpu_kind(name)
+        return cls(peak, per_node, kind.bandwidth, kind.link) if peak else None
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step by what takes them."""
+
+    compute: float  # products, attention and memory
+    exchange: float  # of tensor, expert and context parallelism, and of gradients
+    host: float  # waits for the host
+    idle: float  # of pipeline stages
+    update: float  # of the optimizer
+
+    @property
+    def total(self) -> float:
+        return sum(self)
 
 
 def seconds_per_step(work: Workload, layout: GpuLayout, machine: Machine) -> float:
     """Return the expected seconds of a step of `work.global_batch` packs."""
+    return step_time(work, layout, machine).total
+
+
+def step_time(work: Workload, layout: GpuLayout, machine: Machine) -> StepTime:
+    """Return the expected time of a step of `work.global_batch` packs."""
     micro_batches = layout.micro_batches(work.global_batch)
-    stages = _stage_seconds(work, layout, machine)
-    slowest = max(stages)
+    stages = _stage_times(work, layout, machine)
+    slowest = max(stages, key=sum)
     # The other stages are idle while the first and the last micro batches pass through them.
-    passes = micro_batches * slowest + (sum(stages) - slowest) / layout.virtual
-    return passes + _update_seconds(work, layout, machine)
+    idle = (sum(map(sum, stages)) - sum(slowest)) / layout.virtual
+    compute, exchange, host = (micro_batches * seconds for seconds in slowest)
+    gradients, update = _update_seconds(work, layout, machine)
+    return StepTime(compute, exchange + gradients, host, idle, update)
 
 
-def _stage_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> list[float]:
-    """Return the seconds of a micro batch's forward and backward pass on a rank of each pipeline stage."""
-    config, flops = work.config, Flops.of(work.config, work.vocab_size, trained=1.0 if work.lora_rank is None else 0.0)
-    exchange = _tensor_seconds(work, layout) + _expert_seconds(work, layout) + _context_seconds(work, layout)
+def _stage_times(work: Workload, layout: GpuLayout, machine: Machine) -> list[tuple[float, float, float]]:
+    """Return the seconds of a micro batch's forward and backward pass on a rank of each pipeline stage.
+
+    Those of computation, of exchanges, and those that the host takes longer.
+    """
+    config, flops = work.config, work.flops
+    of_layers = (_tensor_seconds, _expert_seconds, _context_seconds)
+    exchange = sum(seconds(work, layout, machine) for seconds in of_layers)
+    sending = _pipeline_seconds(work, layout, machine)
     image_share = work.tower.image_share if work.tower else 0.0
     visual_tokens = layout.micro_batch * work.length * image_share
     tower = work.tower.seconds(layout, visual_tokens, machine.peak_flops) if work.tower else 0.0
     stages = []
     for layers in layout.stages(config.num_layers):
-        part = len(layers) / config.num_layers
-        compute = _layers_seconds(work, layout, flops, machine, layout.recomputed_share(len(layers)))
-        stages.append(part * (compute + exchange) + tower)
-    stages[-1] += _output_seconds(work, layout, flops, machine, 1 - image_share)
+        part, recomputed = len(layers) / config.num_layers, layout.recomputed_share(len(layers))
+        seconds = part * _layers_seconds(work, layout, flops, machine, recomputed)
+        seconds += _traffic(work, layout, layers, recomputed) / (BANDWIDTH * machine.bandwidth)
+        if len(stages) == layout.pipeline - 1:
+            seconds += _output_seconds(work, layout, flops, machine, 1 - image_share)
+        exchanges = part * exchange + sending
+        wait = max(_host_seconds(layout, len(layers), recomputed) - seconds - exchanges, 0.0)
+        stages.append((seconds + tower, exchanges, wait))
     return stages
 
 
 def _layers_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Machine, recomputed: float) -> float:
-    """Return the seconds of a micro batch in all layers, if one pipeline stage had them.
+    """Return the seconds of a micro batch in the products of all layers, if one pipeline stage had them.
 
     recomputed: share of the layers whose forward pass is done twice
     """
-    config = work.config
     trained = 1.0 if work.lora_rank is None else 0.0
     passes = 2 + trained + recomputed  # forward, inputs' gradients, weights' gradients, forward again
     share = layout.micro_batch / (layout.tensor * layout.context)
@@ -75,15 +122,40 @@ def _layers_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Ma
     attention = (3 + recomputed) * pairs * documents * share
     expert_share = _expert_share(work, flops)
     again = 2 * _first_products(work) * work.length * share if layout.recompute == "mlp" else 0.0
-    width = config.moe_ffn_hidden_size or 0
-    expert_rate = BEST * DISPATCH * (1 - math.exp(-width / SMALL_EXPERT)) if width else 1.0
-    dense = products * (1 - expert_share) + again
-    dense /= FP8_SPEEDUP if work.fp8 else 1.0
-    flops_at_peak = products * expert_share / expert_rate + attention / ATTENTION + dense / _dense_rate(work, layout)
-    seconds = flops_at_peak / machine.peak_flops
+    dense = (products * (1 - expert_share) + again) / (FP8_SPEEDUP if work.fp8 else 1.0)
+    seconds = (attention / _attention_rate(work) + dense / _dense_rate(work, layout)) / machine.peak_flops
+    experts = products * expert_share / BEST / machine.peak_flops
     if work.fp8:
-        seconds += QUANTIZATION * quantized_values(config) * config.num_layers * work.length * share
-    return seconds * (LORA_OVERHEAD if work.lora_rank is not None else 1.0)
+        seconds += QUANTIZATION * quantized_values(work.config) * work.config.num_layers * work.length * share
+    if work.lora_rank is None:
+        return seconds + experts
+    return LORA_OVERHEAD * seconds + (1.0 if work.has_frozen_experts else LORA_EXPERTS) * experts
+
+
+def _traffic(work: Workload, layout: GpuLayout, layers: range, recomputed: float) -> float:
+    """Return the bytes that a stage's layers move beside products, for a micro batch.
+
+    Weights' gradients are added to their sums. Those of experts take longer than their products, of few tokens each
+    (kernels/grouped_gradient.py), as does reading the weights.
+    """
+    parameters = work.parameters.of_layers(layers)
+    experts = parameters.expert / layout.expert
+    dense = parameters.split / layout.tensor + parameters.replicated
+    moved = (2 + recomputed) * BYTES * experts
+    if work.lora_rank is None:
+        moved += 2 * work.gradient_bytes * (dense + experts)
+    config = work.config
+    gates = 2 if config.gated_linear_unit else 1
+    values = config.hidden_size + (gates + 1) * (config.moe_ffn_hidden_size or 0)
+    tokens = layout.micro_batch * work.length / (layout.context * layout.tensor)
+    routed = tokens * config.moe_router_topk * sum(map(work.is_sparse, layers))
+    return moved + (1 + recomputed / 3) * ROUTED_PASSES * BYTES * routed * values
+
+
+def _host_seconds(layout: GpuLayout, layers: int, recomputed: float) -> float:
+    """Return the seconds in which the host launches a stage's kernels for a micro batch. No GPU is faster."""
+    exchanges = _exchanges(layout) if layout.tensor > 1 else 0
+    return layers * ((1 + recomputed / 3) * HOST_LAYER + exchanges * HOST_EXCHANGE)
 
 
 def _output_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Machine, text_share: float) -> float:
@@ -92,6 +164,12 @@ def _output_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Ma
     tokens = layout.micro_batch * work.length * text_share / (layout.tensor * layout.context)
     overhead = LORA_OVERHEAD if work.lora_rank is not None else 1.0
     return overhead * SCORED * passes * 2 * flops.output * tokens / _dense_rate(work, layout) / machine.peak_flops
+
+
+def _attention_rate(work: Workload) -> float:
+    """Return the share of the peak of attention's kernels: vendors' have neither sinks nor capped scores of packs."""
+    architecture: Architecture = work.config.architecture  # type: ignore[attr-defined]
+    return OWN_ATTENTION if architecture.sinks or architecture.score_cap else ATTENTION
 
 
 def _dense_rate(work: Workload, layout: GpuLayout) -> float:
@@ -122,40 +200,55 @@ def _hidden_bytes(work: Workload, layout: GpuLayout) -> float:
     return tokens * work.config.hidden_size * BYTES * work.config.num_layers
 
 
-def _tensor_seconds(work: Workload, layout: GpuLayout) -> float:
-    """Return the seconds of four all-gathers or reduce-scatters forward, and six backward, of each layer."""
-    exchanges = 10 + {"none": 0, "mlp": 1, "full": 4}[layout.recompute]
-    return exchanges * _hidden_bytes(work, layout) * (layout.tensor - 1) / layout.tensor / NVLINK
+def _exchanges(layout: GpuLayout) -> int:
+    """Return the collectives of tensor parallelism in a layer: four forward, and six backward."""
+    return 10 + {"none": 0, "mlp": 1, "full": 4}[layout.recompute]
 
 
-def _expert_seconds(work: Workload, layout: GpuLayout) -> float:
-    """Return the seconds of two all-to-alls forward and two backward of each layer."""
+def _tensor_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
+    """Return the seconds of the all-gathers and reduce-scatters of tensor parallelism."""
+    moved = _exchanges(layout) * _hidden_bytes(work, layout) * (layout.tensor - 1) / layout.tensor
+    return moved / (GATHERING * machine.link)
+
+
+def _expert_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
+    """Return the seconds of two all-to-alls forward and two backward of each layer, in part between nodes."""
     if layout.expert == 1:
         return 0.0
     copies = work.config.moe_router_topk * _hidden_bytes(work, layout) / layout.tensor
-    return (6 if layout.recompute == "full" else 4) * copies * (layout.expert - 1) / layout.expert / NVLINK_ALL_TO_ALL
+    times = 6 if layout.recompute == "full" else 4
+    near = min(layout.expert, machine.per_node)  # ranks of experts in a node
+    seconds = (near - 1) / (ALL_TO_ALL * machine.link), (layout.expert - near) / NETWORK
+    return times * copies / layout.expert * max(seconds)
 
 
-def _context_seconds(work: Workload, layout: GpuLayout) -> float:
+def _context_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
     """Return the seconds of keys and values around the ring, forward and backward, half of them hidden."""
     if layout.context == 1:
         return 0.0
-    config = work.config
-    groups = config.num_query_groups or config.num_attention_heads
-    keys = 2 * groups * (config.kv_channels or config.hidden_size // config.num_attention_heads) / config.hidden_size
-    return 0.5 * 3 * keys * _hidden_bytes(work, layout) / layout.tensor * (layout.context - 1) / NVLINK
+    moved = 3 * key_values(work.config) / work.config.hidden_size * _hidden_bytes(work, layout) / layout.tensor
+    is_near = layout.tensor * layout.context <= machine.per_node
+    return 0.5 * moved * (layout.context - 1) / (GATHERING * machine.link if is_near else NETWORK)
 
 
-def _update_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
+def _pipeline_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
+    """Return the seconds in which a stage sends a micro batch's hidden states and their gradients."""
+    if layout.pipeline == 1:
+        return 0.0
+    moved = 2 * layout.virtual * _hidden_bytes(work, layout) / work.config.num_layers / layout.tensor
+    return moved / (GATHERING * machine.link if layout.gpus <= machine.per_node else NETWORK)
+
+
+def _update_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> tuple[float, float]:
     """Return the seconds of the gradients' exchange that are not hidden, and of the optimizer's step."""
     if work.lora_rank is not None:
-        return 0.0
+        return 0.0, 0.0
     parameters = work.parameters.language / layout.pipeline
-    experts = sum(layer.expert for layer in work.parameters.layers) / layout.pipeline
+    experts = work.parameters.of_layers(range(work.config.num_layers)).expert / layout.pipeline
     dense = (parameters - experts) / layout.tensor + work.trained_tower
     held_experts = experts / layout.expert
     replicas = layout.data * layout.context
-    link = NVLINK if layout.gpus <= machine.per_node else NETWORK
+    link = GATHERING * machine.link if layout.gpus <= machine.per_node else NETWORK
     moved = dense * (replicas - 1) / replicas + held_experts * (layout.expert_data - 1) / layout.expert_data
     exchange = (work.gradient_bytes + BYTES) * moved / link * (1 - OVERLAP)
     updated = dense / replicas + held_experts / layout.expert_data
@@ -163,4 +256,4 @@ def _update_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> floa
     # A master on the host is two bytes beside its bf16 copy.
     host_seconds = on_host * (work.optimizer_bytes - BYTES) / (PCIE if layout.gpus == 1 else SHARED_PCIE)
     touched = (updated - on_host) * (work.gradient_bytes + 2 * work.optimizer_bytes + BYTES)
-    return exchange + host_seconds + touched / MEMORY_BANDWIDTH
+    return exchange, host_seconds + touched / (UPDATE_BANDWIDTH * machine.bandwidth)

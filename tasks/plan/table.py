@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ...templates.plural import plural
 from .gpu_layout import GpuLayout
 
 RECOMPUTED = {"none": "none", "mlp": "MLPs", "full": "all layers"}
@@ -21,4 +22,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def choices(layout: GpuLayout) -> tuple[str, str, str, str]:
     """Return the cells of a layout: parallel sizes, micro batch, recomputation, and where the optimizer is."""
     optimizer = "host" if layout.offloads else "GPU"
-    return str(layout), str(layout.micro_batch), RECOMPUTED[layout.recompute], optimizer
+    recomputed = RECOMPUTED[layout.recompute]
+    if layout.recompute == "full" and layout.recomputed is not None:
+        recomputed = plural(layout.recomputed, "layer")
+    return str(layout), str(layout.micro_batch), recomputed, optimizer

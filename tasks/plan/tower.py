@@ -20,7 +20,7 @@ IMAGE_TOKENS = 600  # mean tokens per image
 # Packs of chats with images of 256 to 1,024 tokens (docs/results.md).
 SPREAD = 1.35
 # Share of the peak that the tower reaches in its forward pass, and in training.
-FORWARD_RATE, TRAINING_RATE = 0.38, 0.31
+FORWARD_RATE, TRAINING_RATE = 0.41, 0.32
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ class TowerWork:
     def is_recomputed(self, layout: GpuLayout) -> bool:
         return self.trains_layers and (layout.pipeline > 1 if self.recomputes is None else self.recomputes)
 
-    def bytes_of_micro_batches(self, layout: GpuLayout, visual_tokens: float, micro_batches: int) -> float:
-        """Return the bytes that a rank keeps of the images of its micro batches during their backward pass.
+    def bytes_of_micro_batches(
+        self, layout: GpuLayout, visual_tokens: float, micro_batches: int
+    ) -> tuple[float, float]:
+        """Return the bytes that a rank keeps of the images of its micro batches, and those that are recomputed.
 
         visual_tokens: of a micro batch, of all ranks that divide it; micro_batches: of a step
         """
@@ -67,12 +69,12 @@ class TowerWork:
         mergers = BYTES * 3 * (levels * vision.hidden_size + (vision.visual_words or 0) / square)
         saved = vision.num_layers * BYTES * _layer_values(vision) + mergers
         if not self.trains:
-            return features
+            return features, 0.0
         if not self.trains_layers:
-            return features + patches * kept * BYTES * levels * vision.hidden_size + patches * mergers
+            return features + patches * kept * BYTES * levels * vision.hidden_size + patches * mergers, 0.0
         if not self.is_recomputed(layout):
-            return features + patches * kept * (inputs + saved)
-        return features + patches * kept * inputs + min(patches * kept, CALL_PATCHES) * saved
+            return features + patches * kept * (inputs + saved), 0.0
+        return features + patches * kept * inputs, min(patches * kept, CALL_PATCHES) * saved
 
     def seconds(self, layout: GpuLayout, visual_tokens: float, peak_flops: float) -> float:
         """Return the seconds of a micro batch's images on a rank. visual_tokens: as of `bytes_of_micro_batches`"""

@@ -14,10 +14,12 @@ def bench():
     sys.path.insert(0, str(ROOT / "scripts" / "bench"))
     try:
         import plan_check
+        import published
+        import published_configs
         import rows
     finally:
         sys.path.pop(0)
-    return SimpleNamespace(plan_check=plan_check, rows=rows)
+    return SimpleNamespace(plan_check=plan_check, published=published, configs=published_configs, rows=rows)
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,19 @@
 """Plans beside what runs took (docs/results.json), and parameters beside transformers' counts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from megaswift.bridge.checkpoint.pretrained import empty_model, load_config
 from megaswift.tasks.options import PlanOptions
+from megaswift.tasks.plan import command
 from megaswift.tasks.plan.gpu_layout import GpuLayout
 from megaswift.tasks.plan.memory import Workload, memory_of_rank
 from megaswift.tasks.plan.parameters import count_parameters
 from megaswift.tasks.plan.search import search
-from megaswift.tasks.plan.speed import Machine
+from megaswift.tasks.plan.speed import Machine, seconds_per_step, step_time
 from megaswift.tasks.plan.workload import make_workload
 from megatron.core.pipeline_parallel import schedules
 
@@ -122,19 +124,89 @@ def test_layouts_that_a_search_proposes_are_consistent(rows, workload_of) -> Non
 
 
 def test_what_is_recomputed(rows, workload_of) -> None:
-    """MLPs cost less memory than nothing and less time than layers, and are proposed before them."""
+    """MLPs cost less memory than nothing and less time than layers; some layers are proposed where they are enough."""
     work = workload_of(rows.ROWS["4b"].config, max_length=32_768, global_batch_size=2)
     plans = {
-        choice: search(work, 1, H200, 10**12, {"micro_batch": 1, "recompute": [choice]}).plans[0]
+        choice: search(work, 1, H200, 10**12, {"micro_batch": 1, "recompute": [choice], "recomputed": None}).plans[0]
         for choice in ("none", "mlp", "full")
     }
     none, mlp, full = plans.values()
     assert none.memory.activations > mlp.memory.activations > full.memory.activations
     assert none.seconds < mlp.seconds < full.seconds
-    best = search(work, 1, H200, 139 * 2**30, {"micro_batch": 1}).plans[0].layout
-    assert best.flags() == "--micro_batch_size 1 --recompute_modules mlp"
+    best = [
+        search(work, 1, H200, gib * 2**30, {"micro_batch": 1, "offloads": False}).plans[0]
+        for gib in (200, 139, 120, 100)
+    ]
+    choices = [(plan.layout.recompute, plan.layout.recomputed) for plan in best]
+    assert choices == [("none", None), ("mlp", None), ("full", 27), ("full", None)]
+    assert [plan.seconds for plan in best] == sorted(plan.seconds for plan in best)
+    assert best[2].layout.flags() == (
+        "--micro_batch_size 1 --recompute_granularity full --recompute_method block --recompute_num_layers 27"
+    )
     experts = workload_of(rows.ROWS["moe"].config)
     assert {plan.layout.recompute for plan in search(experts, 1, H200, 10**12, {}).plans} == {"none"}
+
+
+def test_keys_and_values_of_a_ring_wait_for_the_gpu(rows, workload_of) -> None:
+    """Six buffers of each layer that the host is ahead: 4,096 kernels, of which experts need more."""
+    for name, layers, groups in (("1.7b-32k-cp2", 28, 8), ("30b-32k-lora", 4096 / 180, 4)):
+        row = rows.ROWS[name]
+        work = workload_of(row.config, max_length=row.length, tuner_type="lora", lora_dropout=0.0)
+        one, ring = (memory_of_rank(work, GpuLayout(size, context=size)).activations for size in (1, 4))
+        assert ring - one / 4 == pytest.approx(6 * layers * 2 * 2 * groups * 128 * row.length / 4)
+
+
+def test_what_bounds_a_small_micro_batch(rows, workload_of) -> None:
+    """The host, that launches as many kernels, or the gradients of experts, which are added to their sums each time."""
+    small, large = (workload_of(rows.ROWS["0.6b"].config, max_length=length) for length in (64, 128))
+    layout = GpuLayout(1)
+    assert seconds_per_step(small, layout, H200) == pytest.approx(seconds_per_step(large, layout, H200))
+    whole, halves = (
+        seconds_per_step(workload_of(rows.ROWS["moe"].config), GpuLayout(1, micro_batch=size), H200) for size in (2, 1)
+    )
+    sums = 8 * 128 * 3 * 2048 * 768  # of the experts, added to in fp32 eight times more
+    assert halves - whole > 8 * 8 * sums / H200.bandwidth
+
+
+def test_other_gpus_have_their_own_memory_and_links(rows, workload_of) -> None:
+    work = workload_of(rows.ROWS["4b"].config)
+    h100, h200, l40s = (Machine.of(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L40S"))
+    assert h100
+    assert h200
+    assert l40s
+    assert Machine.of("NVIDIA GeForce GTX 1080") is None
+    assert (h100.peak_flops, h200.bandwidth) == (h200.peak_flops, H200.bandwidth)
+    layouts = [GpuLayout(2, tensor=size, micro_batch=8) for size in (1, 2)]
+    fast, slow = ([seconds_per_step(work, layout, gpu) for layout in layouts] for gpu in (h200, l40s))
+    assert slow[1] - slow[0] > 5 * (fast[1] - fast[0]) > 0
+
+
+def test_why_other_layouts_lose(rows, tmp_path, capsys) -> None:
+    """Those that fit are slower, by what has grown most; those that are faster do not fit."""
+    (tmp_path / "config.json").write_text(json.dumps(rows.ROWS["8b"].config))
+    assert command.run(PlanOptions(str(tmp_path), gpus=4, gpu="h200", rows=20), {}) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    first = next(number for number, line in enumerate(lines) if line[:1] == ["layout"]) + 1
+    table = lines[first : lines.index([], first)]
+    shares = [float(line[-2].removesuffix("%")) for line in table[1:]]
+    assert shares == sorted(shares)
+    assert table[0][0] == "DP4"
+    assert {line[-1] for line in table if line[0] == "TP4"} == {"(exchange)"}
+    assert len({tuple(word for word in line if not word.startswith("VPP")) for line in table}) == len(table)
+    larger = [" ".join(line) for line in lines if line[0:1] == ["DP4,"]]
+    assert len(larger) == 1
+    assert re.fullmatch(
+        r"DP4, micro batch 4: [\d.]+ s/step, but (\d+\.\d) GiB, \d+\.\d too many; activations 76\.5", larger[0]
+    )
+
+
+def test_the_time_of_a_pipeline(rows, workload_of) -> None:
+    """Idle are three of four stages while a micro batch passes; with virtual stages less, and more is sent."""
+    work = workload_of(rows.ROWS["8b"].config | {"vocab_size": 1}, global_batch_size=16)
+    plain, virtual = (step_time(work, GpuLayout(4, pipeline=4, virtual=chunks), H200) for chunks in (1, 3))
+    assert plain.idle == pytest.approx(3 / 16 * (plain.compute + plain.exchange), rel=0.01)
+    assert virtual.idle == pytest.approx(plain.idle / 3, rel=0.05)
+    assert virtual.exchange == pytest.approx(3 * plain.exchange)
 
 
 def test_more_of_anything_takes_less_memory(rows, workload_of) -> None:

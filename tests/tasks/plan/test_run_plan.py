@@ -6,6 +6,7 @@ import shlex
 from types import SimpleNamespace
 
 import pytest
+from megaswift.bridge.mapping.architecture import HfConfig
 from megaswift.bridge.option_groups import with_flags
 from megaswift.cli.main import read_options
 from megaswift.tasks.plan import run_plan
@@ -18,6 +19,7 @@ from megaswift.tasks.plan.run_plan import (
     check_fits,
     memory_line,
     plan_run,
+    time_line,
 )
 from megaswift.tasks.run import context
 
@@ -144,6 +146,42 @@ def test_the_line_of_a_dry_run(command) -> None:
     )
 
 
+AWQ, MXFP4 = {"quant_method": "awq", "bits": 4}, {"quant_method": "mxfp4"}
+
+
+@pytest.mark.parametrize(("name", "is_inner"), [("gpt-oss-20b-lora", False), ("vl-4b", True), ("vl-4b", False)])
+def test_quantized_weights_are_planned_as_bf16(name, is_inner, command, tmp_path) -> None:
+    options = options_of(command(name))
+    plain = plan_run(options, 1).memory
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def quantize(quantization: HfConfig) -> None:
+        key = {"quantization_config": quantization}
+        quantized = config | ({"text_config": config["text_config"] | key} if is_inner else key)
+        (tmp_path / "config.json").write_text(json.dumps(quantized))
+
+    quantize(MXFP4)
+    assert plan_run(options, 1).memory == plain
+    quantize(AWQ)
+    with pytest.raises(UnplannedRunError, match=r"quantization_config has quant_method 'awq'"):
+        plan_run(options, 1)
+
+
+def test_the_time_of_a_dry_run(command, measured) -> None:
+    h200 = Gpu("NVIDIA H200", 139.8 * GIB, 8)
+    line = time_line(options_of(command("8b")), 2, TEXT, 1000, h200, 200)
+    assert line
+    total, speed = re.fullmatch(
+        r"(\d+)m \d+s for 200 steps: .* s/step, ([\d,]+) tokens/s/GPU by the plan, on H200", line
+    ).groups()  # type: ignore[union-attr]
+    steps = measured["8b", "ours"]["steps"]
+    seconds = (steps[-1]["at"] - steps[-3]["at"]) / 2
+    assert int(total) * 60 == pytest.approx(200 * seconds, rel=0.15)
+    assert int(speed.replace(",", "")) == pytest.approx(16 * 4096 / seconds / 2, rel=0.15)
+    assert time_line(options_of(command("8b", "--packing false")), 2, TEXT, 1000, h200, 200) is None
+    assert time_line(options_of(command("8b", "--optimizer sgd")), 2, TEXT, 1000, h200, 200) is None
+
+
 @pytest.mark.parametrize(
     ("name", "more", "reason"),
     [
@@ -168,6 +206,21 @@ def test_images_take_memory(command) -> None:
     assert " GiB of each GPU by the plan, with 25% of the tokens in images: weights 8.3, " in line
     alone = options_of(command("vl-4b", "--language_model_only true"))
     assert plan_run(alone, 1).memory == text
+
+
+def test_a_recomputed_tower_follows_the_language_model(command) -> None:
+    """Its forward passes are recomputed when the language model's activations are freed; else they are kept."""
+    plans = {
+        more: plan_run(options_of(command("vl-4b-pp2", f"--vit_gradient_checkpointing {more}")), 2, Images(0.5)).memory
+        for more in ("true", "false")
+    }
+    text = plan_run(options_of(command("vl-4b-pp2")), 2, TEXT).memory
+    patches = 32 * 0.5 * 4096 / 2 * 4  # of 32 micro batches on one of two ranks
+    values = 8 * 1024 + 2 * 4096  # of norms, attention and MLP, per patch and layer
+    assert plans["false"].activations - plans["true"].activations > 2**34
+    assert plans["false"].activations > text.activations + 2 * 24 * values * patches
+    features = 2 * 2 * 4 * 2560 * 32 * 0.5 * 4096 * 1.35
+    assert plans["true"].activations < text.activations + 1.2 * features
 
 
 def test_weights_in_fp8(command) -> None:
