@@ -72,11 +72,11 @@ def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
     folder = checked_folder(options)
     vision = open_vision(folder, options)
     rows = [] if is_chat else list(read_prompts(options, run_data, vision))
-    most_videos = max((count_videos(row.conversation.media) for row in rows), default=0)
+    media = [row.conversation.media for row in rows]
     path = result_path(adapter.folder if adapter else folder, options) if not is_chat else None
     scaled = scaled_folder(folder, options)
     if options.infer_backend == "vllm":
-        engine = VllmChat(scaled, adapter, options, vision, most_videos)
+        engine = VllmChat(scaled, adapter, options, vision, media)
     else:
         engine = TransformersChat(scaled, adapter, options, vision)
     if path is None:
@@ -247,6 +247,8 @@ def _query(text: str, engine: ChatEngine, earlier: list[Medium]) -> tuple[str, l
     if engine.vision is None:
         return text, []
     text, media = read_query(text, engine.vision, lambda kind: input(f"{kind}, path or URL <<< ").strip())
+    if not engine.takes_images and any(medium.kind == "image" for medium in media):
+        raise ValueError("--infer_backend vllm: takes no images of this model. Use transformers.")
     videos, most = count_videos([*earlier, *media]), engine.most_videos
     if most is not None and videos > most:
         raise ValueError(

@@ -32,10 +32,11 @@ class ChatEngine(ABC):
     """Engine of `swift infer`: token ids and media in, text out.
 
     vision: processor of media; None for a model that takes none
-    most_videos: of a prompt; None: any number
+    most_videos: of a prompt; None: any number. takes_images: of the model
     """
 
     most_videos: int | None = None
+    takes_images: bool = True
 
     def __init__(self, folder: Path, options: InferOptions, vision: VisionProcessor | None = None):
         self.tokenizer, self.vision = load_tokenizer(folder), vision

@@ -2,11 +2,13 @@
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from ..templates.formats.medium import Medium
 from ..templates.media.processor import VisionProcessor
 from .infer_engine import AdapterFolder, ChatEngine, Emit
-from .infer_media import EncodedPrompt, check_videos, to_request
+from .infer_media import EncodedPrompt, check_media, count_videos, to_request
 from .options import InferOptions
 from .rollout.lora_support import RANKS, lora_rank_bucket
 
@@ -25,11 +27,13 @@ class VllmChat(ChatEngine):
         adapter: AdapterFolder | None,
         options: InferOptions,
         vision: VisionProcessor | None = None,
-        most_videos: int = 0,
+        media: Sequence[Sequence[Medium]] = (),
     ):
-        """most_videos: of a prompt, where the prompts are known"""
+        """media: of each prompt, where the prompts are known"""
+        most_videos = max(map(count_videos, media), default=0)
         self.most_videos = options.vllm_limit_mm_per_prompt.get("video", most_videos)
-        check_videos(vision, self.most_videos)
+        has_images = any(medium.kind == "image" for each in media for medium in each)
+        check_media(vision, self.most_videos, has_images=has_images)
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(
                 "--infer_backend vllm: vLLM is not installed. Install it (on NVIDIA GPUs: pip install "
@@ -43,7 +47,7 @@ class VllmChat(ChatEngine):
         import torch
 
         from .rollout.vllm_audios import EXTENSION
-        from .rollout.vllm_images import image_arguments, vllm_prompt
+        from .rollout.vllm_images import PromptWriter, image_arguments, takes_images
         from .rollout.vllm_kwargs import engine_kwargs, set_cpu_defaults
 
         if not torch.cuda.is_available():
@@ -65,13 +69,14 @@ class VllmChat(ChatEngine):
             **image_arguments(folder, options, most_videos=most_videos),
             **engine_kwargs(options.vllm_engine_kwargs),
         )
+        self.takes_images = vision is None or takes_images(vision.model_type)
         self.adapter = LoRARequest("adapter", 1, str(adapter.folder.absolute())) if adapter else None
         self.settings = self.llm.get_default_sampling_params()  # from the model's generation config
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
             if (value := getattr(options, name)) is not None:
                 setattr(self.settings, name, value)
         self.settings.max_tokens = options.max_new_tokens
-        self._prompt, self._request_count = vllm_prompt, 0
+        self._prompt, self._request_count = PromptWriter(folder), 0
 
     def generate(self, prompts: list[EncodedPrompt], emit: Emit | None = None) -> list[str]:
         if emit:

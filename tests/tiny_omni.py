@@ -36,6 +36,7 @@ def template(names: dict[str, str]) -> str:
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+POSITIONS = {"image_size": 96, "apply_vit_abs_pos_embed": True}  # of published towers, which vLLM reads
 WHISPER = "num_mel_bins", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "d_model", "output_dim"
 SPEAKING = {
     "hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -65,16 +66,17 @@ def _token_ids(processor: Any, names: dict[str, str], suffix: str) -> dict[str, 
     return {key: processor.tokenizer.convert_tokens_to_ids(names[name]) for key, name in places.items()}
 
 
-def qwen3_omni_moe(folder: Path, seed: int = 0) -> Path:
+def qwen3_omni_moe(folder: Path, seed: int = 0, head_dim: int = 16) -> Path:
     """Write a tiny Qwen3-Omni that speaks, with its processor, to a folder and return it."""
     from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
     processor = _processor("Qwen3OmniMoe", QWEN3_NAMES, 16)
-    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    sections = [3 * head_dim // 16, 3 * head_dim // 16, head_dim // 8]
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": sections, "mrope_interleaved": True}
     thinker = _token_ids(processor, QWEN3_NAMES, "id") | {
         "position_id_per_seconds": 13,
-        "text_config": _text(rope) | EXPERTS | {"head_dim": 16},
-        "vision_config": QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1, 2]},
+        "text_config": _text(rope) | EXPERTS | {"head_dim": head_dim},
+        "vision_config": QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1, 2]} | POSITIONS,
         "audio_config": tiny_audio.TOWER,
     }
     talker = {
@@ -89,22 +91,23 @@ def qwen3_omni_moe(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Qwen3OmniMoeForConditionalGeneration, config, processor, seed)
 
 
-def qwen2_5_omni(folder: Path, seed: int = 0) -> Path:
+def qwen2_5_omni(folder: Path, seed: int = 0, head_dim: int = 12) -> Path:
     """Write a tiny Qwen2.5-Omni that speaks, with its processor, to a folder and return it."""
     from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
     processor = _processor("Qwen2_5Omni", QWEN2_5_NAMES, 14)
-    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 3]}
+    sections = [head_dim // 6, head_dim // 12]
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [*sections, head_dim // 2 - sum(sections)]}
     thinker = _token_ids(processor, QWEN2_5_NAMES, "index") | {
         "position_id_per_seconds": 25,
-        "text_config": _text(rope) | {"dtype": "float32"},
+        "text_config": _text(rope) | {"dtype": "float32", "hidden_size": 4 * head_dim},
         "vision_config": {
-            "depth": 4, "hidden_size": 32, "num_heads": 4, "intermediate_size": 56, "out_hidden_size": 48,
+            "depth": 4, "hidden_size": 32, "num_heads": 4, "intermediate_size": 56, "out_hidden_size": 4 * head_dim,
             "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1, 3],
         },
-        "audio_config": {name: size for name, size in tiny_audio.TOWER.items() if name in WHISPER},
+        "audio_config": {name: tiny_audio.TOWER[name] for name in WHISPER} | {"output_dim": 4 * head_dim},
     }  # fmt: skip
-    talker = SPEAKING | {"embedding_size": 48, "rope_parameters": rope}
+    talker = SPEAKING | {"embedding_size": 4 * head_dim, "rope_parameters": rope}
     dit = {
         "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4, "emb_dim": 6,
         "num_embeds": 9, "mel_dim": 5, "enc_dim": 6, "enc_emb_dim": 4, "enc_channels": [8, 8, 8, 8, 24],

@@ -159,7 +159,7 @@ def check_media(run: Run, options: EngineOptions) -> None:
         )
     if engine_kind(options) != "vllm":
         return
-    check_model("--use_vllm true", run.hf_config.get("model_type"))
+    check_model("--use_vllm true", run.hf_config.get("model_type"), has_images=run.most_images > 0)
     if has_videos(run.data) and run.vision and not takes_videos(run.vision):
         raise ValueError(
             "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL alone in this version. Set "

@@ -101,7 +101,7 @@ def _media_readers(
     from .audio_bodies import AudioReader
     from .image_bodies import ImageReader
     from .video_bodies import VideoReader
-    from .vllm_images import takes_videos
+    from .vllm_images import takes_images, takes_videos
 
     allowed, limits = options.allowed_local_media_path, options.vllm_limit_mm_per_prompt
     vision = VisionProcessor.open(folder, load_tokenizer(folder), MediaOptions())
@@ -114,6 +114,8 @@ def _media_readers(
     allowed_folder = Path(allowed).expanduser() if allowed else None
     audios = AudioReader(vision, allowed_folder, limits.get("audio")) if vision.audio is not None else None
     images = ImageReader(vision, allowed_folder) if vision.family.image is not None else None
+    if kind == "vllm" and not takes_images(vision.model_type):
+        images = None
     if vision.family.video is None:
         return images, None, audios
     if kind == "transformers":

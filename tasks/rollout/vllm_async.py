@@ -19,7 +19,7 @@ from .eos import eos_token_ids
 from .lora_support import DEFAULT_RANK, lora_rank_bucket
 from .vllm_adapter import VllmObject, lora_request
 from .vllm_engine import check_experts, lora_arguments, sampling_params, to_completion
-from .vllm_images import image_arguments, vllm_prompt
+from .vllm_images import PromptWriter, image_arguments
 from .vllm_kwargs import engine_kwargs, set_cpu_defaults
 from .weight_buckets import Bucket
 
@@ -76,7 +76,7 @@ class VllmBackend:
         self.has_nccl, self._has_expert_recording = on_gpu, options.vllm_enable_return_routed_experts
         self._adapter: VllmObject = None  # LoRARequest, once an adapter has arrived
         self._gpus: list[str] = []
-        self._tokenizer = load_tokenizer(folder)
+        self._tokenizer, self._to_prompt = load_tokenizer(folder), PromptWriter(folder)
         self._eos_ids = eos_token_ids(folder, self._tokenizer)
         self._temperature, self._generating, self._idle = 1.0, 0, asyncio.Condition()
 
@@ -102,7 +102,7 @@ class VllmBackend:
 
     async def _generate_one(self, request: Request, sampling: Sampling) -> Completion:
         settings = sampling_params(request, sampling, self._eos_ids)
-        prompt = vllm_prompt(request)
+        prompt = self._to_prompt(request)
         async for output in self.llm.generate(
             prompt, settings, request_id=uuid.uuid4().hex, lora_request=self._adapter
         ):
@@ -121,7 +121,7 @@ class VllmBackend:
         settings = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=top, flat_logprobs=True, detokenize=False
         )
-        prompt = vllm_prompt(document)
+        prompt = self._to_prompt(document)
         async with self._at_temperature(1.0):
             async for output in self.llm.generate(prompt, settings, request_id=uuid.uuid4().hex):
                 if output.finished:

@@ -1,14 +1,17 @@
 """Audios of prompts in vLLM, which gets the spectrograms of training, and encodes them as transformers does."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 
 from .request_audio import RequestAudio
 
-HEARS = "MEGASWIFT_VLLM_HEARS"  # environment variable of vLLM's processes: the model takes audios
+HEARS = "MEGASWIFT_VLLM_HEARS"  # environment variable of vLLM's processes: model_type of a model that takes audios
+ASR = "qwen3_asr"
 EXTENSION = f"{__name__}.HearingWorker"
 
 
@@ -24,65 +27,120 @@ def audio_data(audios: Sequence[RequestAudio]) -> dict[str, Any]:
     }
 
 
-def hear() -> None:
+def hear(model_type: str) -> None:
     """Prepare vLLM for audios, before it starts. Its own processes prepare themselves when they import this module."""
-    os.environ[HEARS] = "1"
+    os.environ[HEARS] = model_type
     _accept_spectrograms()
-    _encode_whole_chunks()
+    _mend_models()
 
 
 def _accept_spectrograms() -> None:
-    """Have vLLM's processor of Qwen3-ASR take a text whose audios are spectrograms already.
+    """Have the processors of audios take a text whose audios are spectrograms already.
 
-    vLLM 0.26's looks for the length of an audio for each placeholder of a sample text, and fails where there is none.
-    The placeholders of the prompt are expanded elsewhere.
+    vLLM 0.26 gives them a sample text with a placeholder for each, and they look for its length. The placeholders of
+    the prompt are expanded elsewhere.
     """
+    from transformers import Qwen2_5OmniProcessor, Qwen3OmniMoeProcessor
+    from vllm.model_executor.models.qwen2_5_omni_thinker import (  # pyright: ignore[reportMissingImports]
+        Qwen2_5OmniThinkerProcessingInfo,
+    )
+    from vllm.model_executor.models.qwen3_omni_moe_thinker import (  # pyright: ignore[reportMissingImports]
+        Qwen3OmniMoeThinkerProcessingInfo,
+    )
     from vllm.transformers_utils.processors.qwen3_asr import (  # pyright: ignore[reportMissingImports]
         Qwen3ASRProcessor,
     )
 
-    expand = Qwen3ASRProcessor.replace_multimodal_special_tokens
-    if getattr(expand, "takes_spectrograms", False):
-        return
+    for processor in (Qwen3ASRProcessor, Qwen2_5OmniProcessor, Qwen3OmniMoeProcessor):
+        expand = processor.replace_multimodal_special_tokens
+        if not getattr(expand, "takes_spectrograms", False):
+            processor.replace_multimodal_special_tokens = _with_unknown_lengths(expand)
+    # vLLM 0.26's Qwen3-Omni parses media as Qwen2-Audio, which takes features in place of spectrograms.
+    Qwen3OmniMoeThinkerProcessingInfo.get_data_parser = Qwen2_5OmniThinkerProcessingInfo.get_data_parser
 
-    def expand_known(self: Any, text: list[str], audio_lengths: Any) -> list[str]:
-        lengths = list(audio_lengths)
-        return expand(self, text, iter(lengths)) if lengths else text
+
+def _with_unknown_lengths(expand: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Return a processor's method that expands placeholders, with one token for each audio without a length."""
+
+    def expand_known(self: Any, text: list[str], audio_lengths: Iterable[Any], *sizes: Any, **settings: Any) -> Any:
+        return expand(self, text, chain(audio_lengths, repeat(1)), *sizes, **settings)
 
     expand_known.takes_spectrograms = True  # pyright: ignore[reportFunctionMemberAccess]
-    Qwen3ASRProcessor.replace_multimodal_special_tokens = expand_known
+    return expand_known
 
 
-def _encode_whole_chunks() -> None:
-    """Have vLLM's audio tower pad audios below a second to one, as transformers does.
+def _mend_models() -> None:
+    _encode_short_audios()
+    _place_media()
+
+
+def _place_media() -> None:
+    """Have vLLM's Qwen3-Omni give the tokens of a medium the positions of transformers.
+
+    vLLM 0.26's takes the first of them for the token that encloses them, so that each has the position of another.
+    """
+    from vllm.model_executor.models.qwen3_omni_moe_thinker import (  # pyright: ignore[reportMissingImports]
+        Qwen3OmniMoeThinkerForConditionalGeneration,
+    )
+
+    places = Qwen3OmniMoeThinkerForConditionalGeneration.iter_mm_features
+    if getattr(places, "is_enclosed", False):
+        return
+
+    def enclosed_places(self: Any, features: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
+        for place, kind, sizes in places(self, features):
+            yield place - 1, kind, sizes
+
+    enclosed_places.is_enclosed = True  # pyright: ignore[reportFunctionMemberAccess]
+    Qwen3OmniMoeThinkerForConditionalGeneration.iter_mm_features = enclosed_places
+
+
+def _encode_short_audios() -> None:
+    """Have vLLM's audio tower encode audios below a second as transformers does, and as training.
 
     vLLM 0.26's pads chunks to the longest that it encodes together, so that features depend on what is beside them.
     """
-    import torch
     from vllm.model_executor.models.qwen3_omni_moe_thinker import (  # pyright: ignore[reportMissingImports]
         Qwen3OmniMoeAudioEncoder,
     )
 
     forward = Qwen3OmniMoeAudioEncoder.forward
-    if getattr(forward, "has_whole_chunks", False):
+    if getattr(forward, "has_short_audios", False):
         return
 
-    def forward_with_whole_chunk(self: Any, input_features: Any, feature_lens: Any, aftercnn_lens: Any) -> Any:
+    def forward_with_short(self: Any, input_features: Any, feature_lens: Any, aftercnn_lens: Any) -> Any:
         chunk = 2 * self.n_window
-        if int(feature_lens.max()) >= chunk:
+        if int(feature_lens.min()) >= chunk:
             return forward(self, input_features, feature_lens, aftercnn_lens)
-        positions = self._get_cnn_output_lengths(feature_lens.new_tensor([chunk]))
-        silence = input_features.new_zeros(len(input_features), chunk)
-        hidden = forward(
-            self,
-            torch.cat([input_features, silence], dim=1),
-            torch.cat([feature_lens, feature_lens.new_tensor([chunk])]),
-            torch.cat([aftercnn_lens, positions.to(aftercnn_lens)]),
-        )
-        return hidden[: -int(positions)]
+        encode = _padded if os.environ[HEARS] == ASR else _apart
+        return encode(partial(forward, self), self, input_features, feature_lens, aftercnn_lens)
 
-    forward_with_whole_chunk.has_whole_chunks = True  # pyright: ignore[reportFunctionMemberAccess]
-    Qwen3OmniMoeAudioEncoder.forward = forward_with_whole_chunk
+    forward_with_short.has_short_audios = True  # pyright: ignore[reportFunctionMemberAccess]
+    Qwen3OmniMoeAudioEncoder.forward = forward_with_short
+
+
+def _padded(forward: Callable[..., Any], tower: Any, input_features: Any, feature_lens: Any, aftercnn_lens: Any) -> Any:
+    """Encode audios beside a silent second, as Qwen3-ASR's are padded to one."""
+    import torch
+
+    chunk = 2 * tower.n_window
+    positions = tower._get_cnn_output_lengths(feature_lens.new_tensor([chunk]))
+    hidden = forward(
+        torch.cat([input_features, input_features.new_zeros(len(input_features), chunk)], dim=1),
+        torch.cat([feature_lens, feature_lens.new_tensor([chunk])]),
+        torch.cat([aftercnn_lens, positions.to(aftercnn_lens)]),
+    )
+    return hidden[: -int(positions)]
+
+
+def _apart(forward: Callable[..., Any], _: Any, input_features: Any, feature_lens: Any, aftercnn_lens: Any) -> Any:
+    """Encode each audio by itself, as Qwen3-Omni's are."""
+    import torch
+
+    parts = zip(
+        input_features.split(feature_lens.tolist(), 1), feature_lens.split(1), aftercnn_lens.split(1), strict=True
+    )
+    return torch.cat([forward(*part) for part in parts])
 
 
 class HearingWorker:
@@ -90,4 +148,4 @@ class HearingWorker:
 
 
 if os.environ.get(HEARS):
-    _encode_whole_chunks()
+    _mend_models()

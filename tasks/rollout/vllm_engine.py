@@ -31,7 +31,7 @@ from .engine import Completion, Request, Sampling
 from .eos import eos_token_ids
 from .lora_support import lora_rank_bucket
 from .vllm_adapter import VllmObject, has_adapters, load_adapter, lora_request, unsharded_adapter_tensors
-from .vllm_images import image_arguments, vllm_prompt
+from .vllm_images import PromptWriter, image_arguments
 from .vllm_kwargs import engine_kwargs, set_cpu_defaults
 from .weight_sync import checksum
 
@@ -121,7 +121,7 @@ class VllmEngine:
         (self._scale,) = self.llm.apply_model(scale_of)
         self._temperature = 1.0
         self._asleep: set[str] = set()
-        self._has_adapter = bool(adapter_rank)
+        self._has_adapter, self._to_prompt = bool(adapter_rank), PromptWriter(Path(folder))
         self.eos_ids = eos_token_ids(folder, load_tokenizer(Path(folder)))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -130,7 +130,7 @@ class VllmEngine:
         self.wake()
         self._set_temperature(sampling.temperature)
         outputs = self.llm.generate(
-            [vllm_prompt(request) for request in requests],
+            [self._to_prompt(request) for request in requests],
             [sampling_params(request, sampling, self.eos_ids) for request in requests],
             use_tqdm=False,
             lora_request=lora_request() if self._has_adapter else None,

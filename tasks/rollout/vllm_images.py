@@ -4,10 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from ...bridge.checkpoint.hub import read_config
+from ...bridge.checkpoint.pretrained import load_tokenizer
+from ...bridge.families.thinker import THINKER, WHOLE
+from ...bridge.mapping.architecture import HfConfig
 from ...templates.formats.medium import MediaKind
 from ...templates.json_types import JsonObject
 from ...templates.media.families import FAMILIES
 from ...templates.media.processor import VisionProcessor
+from ...templates.media.processor_files import token_id
+from ...templates.options import MediaOptions
 from ..options.groups import GenerationOptions
 from ..options.rollout import VllmOptions
 from .engine import Request
@@ -28,14 +33,16 @@ def image_arguments(
     allow fewer, or are for media that the model does not take.
     """
     limits, cache = options.vllm_limit_mm_per_prompt, options.vllm_mm_processor_cache_gb
-    family = FAMILIES.get(read_config(folder).get("model_type", ""))
+    config = read_config(folder)
+    family = FAMILIES.get(config.get("model_type", ""))
     if family is None:
         if limits or cache is not None:
             flag = f"--vllm_limit_mm_per_prompt {limits}" if limits else f"--vllm_mm_processor_cache_gb {cache:g}"
             raise ValueError(f"{flag}: the model takes no images. Remove it.")
         return {}
+    overrides = _config_overrides(config)
     if most_images == most_videos == most_audios == 0 and not limits:  # texts alone
-        return {}
+        return overrides
     counts: dict[MediaKind, int | None] = {"image": most_images, "video": most_videos, "audio": most_audios}
     for kind, most in counts.items():
         if limits.get(kind) and family.placeholder(kind) is None:
@@ -45,16 +52,27 @@ def image_arguments(
                 f"--vllm_limit_mm_per_prompt {limits}: the data has a prompt of {most} {kind}s. Set at least as many, "
                 "or remove it."
             )
-    if family.image is None:
-        hear()
-        needed = {"audio": most_audios} if most_audios else {}
-        arguments: JsonObject = {"limit_mm_per_prompt": needed | limits, "enable_mm_embeds": True}
-    else:
-        needed = {"image": most_images} if most_images else {}
-        arguments = {"limit_mm_per_prompt": needed | {"video": most_videos} | limits}
+    needed = {kind: most for kind, most in counts.items() if most}
+    if family.image is not None:
+        needed["video"] = most_videos
+    arguments: JsonObject = overrides | {"limit_mm_per_prompt": needed | limits}
+    if family.audio is not None:
+        hear(config["model_type"])
+        arguments["enable_mm_embeds"] = True
     if cache is not None:
         arguments["mm_processor_cache_gb"] = cache
     return arguments
+
+
+def _config_overrides(config: HfConfig) -> JsonObject:
+    """Return what vLLM is to read otherwise than config.json has it.
+
+    Whether an Omni model's output layer is tied, it reads from the settings of the language model, transformers and
+    training from those of the thinker.
+    """
+    if WHOLE not in config:
+        return {}
+    return {"hf_overrides": {THINKER: {"text_config": {"tie_word_embeddings": config["tie_word_embeddings"]}}}}
 
 
 def takes_videos(vision: VisionProcessor) -> bool:
@@ -62,29 +80,82 @@ def takes_videos(vision: VisionProcessor) -> bool:
     return vision.family.has_timestamps and not vision.family.has_image_tokens
 
 
-def check_model(flag: str, model_type: str | None) -> None:
-    """Raise ValueError, naming the flag, for a model with which vLLM does not answer in this version: an Omni model."""
-    family = FAMILIES.get(model_type or "")
-    if family is not None and family.image is not None and family.audio is not None:
-        raise ValueError(f"{flag}: vLLM does not answer with {model_type} in this version. Use transformers.")
+def takes_images(model_type: str) -> bool:
+    """Return whether vLLM takes images of a model as training does: those whose tokens attend from left to right.
+
+    vLLM's build for CPUs has no other attention, and that of its GPU kernels is untested.
+    """
+    family = FAMILIES.get(model_type)
+    return family is None or not family.has_blocks
 
 
-def vllm_prompt(request: Request) -> dict[str, Any]:
-    """Return a request as a prompt of vLLM, which expands its placeholders by the checkpoint's processor."""
-    prompt: dict[str, Any] = {"prompt_token_ids": request.tokens}
-    media: dict[str, Any] = {}
-    if request.images:
-        media["image"] = [image.pixels for image in request.images]
-    if request.videos:
-        media["video"] = [video.frames for video in request.videos]
-    if request.audios:
-        return prompt | {"multi_modal_data": {"audio": audio_data(request.audios)}}
-    if media:
-        # The limits of a row are those of all its images; frames have training's size already.
-        arguments = request.images[0].arguments if request.images else None
-        if arguments is None:
-            image = request.images[0] if request.images else None
-            least, most = (image.min_pixels, image.max_pixels) if image else (1, LARGEST)
-            arguments = {"size": {"shortest_edge": least, "longest_edge": most}}
-        prompt |= {"multi_modal_data": media, "mm_processor_kwargs": arguments}
-    return prompt
+def check_model(flag: str, model_type: str | None, *, has_images: bool = False) -> None:
+    """Raise ValueError, naming the flag, for a model with which vLLM does not answer in this version.
+
+    has_images: prompts have some
+    """
+    if model_type is not None and model_type.endswith("_thinker"):
+        raise ValueError(
+            f"{flag}: vLLM has no class for {model_type}, a thinker by itself. Set the whole checkpoint, or use "
+            "transformers."
+        )
+    if has_images and not takes_images(model_type or ""):
+        raise ValueError(
+            f"{flag}: vLLM does not take the images of {model_type} in this version: they attend in both directions, "
+            "which it computes on some GPUs alone. Use transformers."
+        )
+
+
+class PromptWriter:
+    """Requests as prompts of vLLM, which expands their placeholders by the checkpoint's processor.
+
+    folder: of the checkpoint. Raises ValueError if its processor cannot be read.
+    """
+
+    def __init__(self, folder: Path):
+        self._image_tokens = _image_tokens(folder)
+
+    def __call__(self, request: Request) -> dict[str, Any]:
+        prompt: dict[str, Any] = {"prompt_token_ids": self._tokens(request)}
+        media: dict[str, Any] = {}
+        if request.images:
+            media["image"] = [image.pixels for image in request.images]
+        if request.videos:
+            media["video"] = [video.frames for video in request.videos]
+        if request.audios:
+            media["audio"] = audio_data(request.audios)
+        if not media:
+            return prompt
+        prompt["multi_modal_data"] = media
+        if request.images or request.videos:
+            prompt["mm_processor_kwargs"] = _processor_arguments(request)
+        return prompt
+
+    def _tokens(self, request: Request) -> list[int]:
+        """Return the tokens of a request, with what vLLM looks for in place of its images' placeholders."""
+        if self._image_tokens is None or not request.images:
+            return request.tokens
+        tokens, (placeholder, target) = list(request.tokens), self._image_tokens
+        places = [place for place, token in enumerate(tokens) if token == placeholder]
+        for place in places[: len(request.images)]:  # a model has drawn those behind them
+            tokens[place] = target
+        return tokens
+
+
+def _image_tokens(folder: Path) -> tuple[int, int] | None:
+    """Return an image's placeholder and what vLLM replaces, the token of chat templates; None: they are the same."""
+    family = FAMILIES.get(read_config(folder).get("model_type", ""))
+    if family is None or not family.template_image:
+        return None
+    tokenizer = load_tokenizer(folder)
+    vision = VisionProcessor.open(folder, tokenizer, MediaOptions())
+    return vision and (vision.image_token_id, token_id(tokenizer, family.template_image))
+
+
+def _processor_arguments(request: Request) -> dict[str, Any]:
+    """Return the arguments of the checkpoint's processor: the limits of a row are those of all its images."""
+    image = request.images[0] if request.images else None
+    if image is not None and image.arguments is not None:
+        return image.arguments
+    least, most = (image.min_pixels, image.max_pixels) if image else (1, LARGEST)  # frames have training's size already
+    return {"size": {"shortest_edge": least, "longest_edge": most}}

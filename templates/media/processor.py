@@ -170,7 +170,7 @@ class VisionProcessor:
     @property
     def placeholder_ids(self) -> list[int]:
         """Tokens that stand for media, or that only these have."""
-        return [*self.placeholders.values(), *self._rules.feature_ids]
+        return [*self.placeholders.values(), *self._rules.feature_ids, *self._rules.reserved_ids]
 
     @cached_property
     def _enclosing_ids(self) -> dict[int, tuple[list[int], list[int]]]:

@@ -117,6 +117,7 @@ class LlamaImages(TiledImages):
     def __init__(self, processor: Any, tile: int, patch_size: int, merge_size: int, tokens: "LlamaTokens"):
         self.patch_size, self.merge_size = patch_size, merge_size
         self.most_pixels = processor.max_patches * tile**2
+        self.reserved_ids = (tokens.image,)
         self._tile, self._tokens = tile, tokens
 
     def frames(self, pixels: "Tensor", grid: Grid, limits: MediaLimits, resize: Resize) -> "Tensor":
