@@ -59,8 +59,9 @@ Embeddings, and choices between tokens, need no head: every family has them.
 equal transformers' for qwen3, qwen3_moe and llama (`test_vllm.py`), seed_oss, olmo2, olmo3, smollm3, apertus, arcee,
 cohere, cohere2, gemma, exaone4, exaone_moe, glm, glm4, glm4_moe, granite, granitemoe, granitemoeshared, mixtral,
 nemotron, starcoder2, olmoe, qwen2_moe, dots1, phi3, ernie4_5 without biases, and qwen3_asr with audios
-(`tests/tasks/rollout`). Answers to images equal transformers' for Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE, GLM-4.1V and
-InternVL with Qwen3 (`test_vllm_vision.py`: exported folders of equal tensors). Others are untested; known are:
+(`tests/tasks/rollout`). Answers to images equal transformers' for Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE, GLM-4.1V,
+InternVL with Qwen3 and Llama 4 (`test_vllm_vision.py`: exported folders of equal tensors), and to images and audios for
+Qwen2.5-Omni and Qwen3-Omni (`tests/tasks/rollout/test_vllm_omni.py`). Others are untested; known are:
 
 - that build has no latent attention (MLA) and no sparse attention (the DeepSeek families, glm4_moe_lite, glm_moe_dsa,
   Kimi), no experts with MiniMax-M2's scores, none of Nemotron-H without a gate, and gpt_oss not in float32;
@@ -70,8 +71,9 @@ InternVL with Qwen3 (`test_vllm_vision.py`: exported folders of equal tensors). 
 - cohere with an output layer of its own (likewise): vLLM takes tied ones alone;
 - Mistral 3, LLaVA 1.5 and LLaVA-OneVision: vLLM 0.26 cannot import their classes beside transformers 5.17, which has no
   PixtralRotaryEmbedding; Ovis2 in transformers' naming: vLLM's class asks its processor for a method that it lacks;
-- images of Llama 4: vLLM's processor looks for `<|image|>` in a prompt, and ours have the token of a patch: it ends
-  with "Failed to apply prompt replacement". Gemma 3's is untested: it wants tokens of line ends, which tiny ones lack;
+- images of Gemma 3 are refused: that build lets their tokens attend from left to right alone, which gives the numbers
+  of transformers without the images' token types;
+- thinkers of Omni models saved by themselves (`*_thinker`) are refused: vLLM has no class for them;
 - GLM-4.1V: vLLM leaves out the biases of queries, keys and values unless config.json has `attention_bias`;
 - Qwen3.5: that build has no gated delta nets in float32;
 - qwen3_5_text and qwen3_5_moe_text without a tower (Qwen3_5ForCausalLM), and gemma4_text beside transformers 5.17: vLLM

@@ -1,5 +1,7 @@
 """Images, videos and audios of prompts in vLLM: its arguments, and a request's prompt."""
 
+from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +58,41 @@ def image_arguments(
     if family.image is not None:
         needed["video"] = most_videos
     arguments: JsonObject = overrides | {"limit_mm_per_prompt": needed | limits}
+    if family.processor == "llama4":
+        _limit_tiles()
     if family.audio is not None:
         hear(config["model_type"])
         arguments["enable_mm_embeds"] = True
     if cache is not None:
         arguments["mm_processor_cache_gb"] = cache
     return arguments
+
+
+def _limit_tiles() -> None:
+    """Have vLLM count the tiles of Llama 4's images within the limits of a request.
+
+    vLLM 0.26 counts them within those of the checkpoint, and cuts images within those of the request.
+    """
+    from vllm.model_executor.models.mllama4 import (  # pyright: ignore[reportMissingImports]
+        Mllama4MultiModalProcessor,
+        Mllama4ProcessingInfo,
+    )
+
+    process, most_tiles = Mllama4MultiModalProcessor._call_hf_processor, Mllama4ProcessingInfo.get_max_num_tiles
+    if getattr(process, "limits_tiles", False):
+        return
+    limit: ContextVar[int | None] = ContextVar("limit", default=None)
+
+    def process_within(self: Any, prompt: str, mm_data: Any, mm_kwargs: Mapping[str, Any], tok_kwargs: Any) -> Any:
+        token = limit.set(mm_kwargs.get("max_patches"))
+        try:
+            return process(self, prompt, mm_data, mm_kwargs, tok_kwargs)
+        finally:
+            limit.reset(token)
+
+    process_within.limits_tiles = True  # pyright: ignore[reportFunctionMemberAccess]
+    Mllama4MultiModalProcessor._call_hf_processor = process_within
+    Mllama4ProcessingInfo.get_max_num_tiles = lambda self: limit.get() or most_tiles(self)
 
 
 def _config_overrides(config: HfConfig) -> JsonObject:

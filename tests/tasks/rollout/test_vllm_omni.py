@@ -81,6 +81,6 @@ def test_completions_are_by_the_weights_of_the_step(folder: Path) -> None:
     for name in ("colocated", "served"):
         steps = [row for row in rows_of(folder / name / "logging.jsonl") if "loss" in row]
         assert len(steps) == 3
-        assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 2e-5
+        assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 3e-4
     first, second = (rows_of(folder / name / "completions.jsonl") for name in ("colocated", "served"))
     assert [row["completion_ids"] for row in first] == [row["completion_ids"] for row in second]
