@@ -202,7 +202,7 @@ class MultiTurn:
         if (not messages and not edit) or call.turn.final:
             return NextTurn([], [], False, call.turn.info)
         answer = edit.token_ids if edit else call.turn.token_ids
-        if self._vision and not set(answer).isdisjoint(self._vision.placeholder_ids):
+        if self._vision and not set(answer).isdisjoint(self._vision.reserved_ids):
             return NextTurn([], [], False, call.turn.info)  # an engine would look for the image of such a token
         messages, media = split_replies(messages)
         try:

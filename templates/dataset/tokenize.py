@@ -411,7 +411,7 @@ class Encoder:
 
 def place_media(ids: np.ndarray, media: Sequence[Medium], vision: VisionProcessor) -> tuple[PlacedMedium, ...]:
     """Return the media of a document at their placeholders in its ids. Raises UnusableRow."""
-    places = np.flatnonzero(np.isin(ids, vision.placeholder_ids)).tolist()
+    places = np.flatnonzero(np.isin(ids, vision.reserved_ids)).tolist()
     numbered = [
         (number, part)
         for number, medium in enumerate(media)

@@ -50,7 +50,7 @@ class ImageRules(ABC):
     least_pixels: int | None = None
     most_pixels: int
     feature_ids: tuple[int, ...] = ()  # visual tokens beside the placeholder, which only images have
-    reserved_ids: tuple[int, ...] = ()  # further tokens that stand for images in a text, for transformers or vLLM
+    reserved_ids: tuple[int, ...] = ()  # tokens that stand for images in texts of transformers or vLLM
 
     @property
     def factor(self) -> int:

@@ -138,7 +138,7 @@ class VisionProcessor:
     @property
     def fingerprint(self) -> list[Any]:
         """All that determines the tokens of images and videos."""
-        tokens = *self.placeholder_ids, self.tokens_per_second
+        tokens = *self.reserved_ids, self.tokens_per_second
         sizes = self.patch_size, self.merge_size, self.temporal_patch_size
         boxes = self.norm_bbox, self.bbox_format
         audio = self.audio.fingerprint if self.audio else None
@@ -170,7 +170,12 @@ class VisionProcessor:
     @property
     def placeholder_ids(self) -> list[int]:
         """Tokens that stand for media, or that only these have."""
-        return [*self.placeholders.values(), *self._rules.feature_ids, *self._rules.reserved_ids]
+        return [*self.placeholders.values(), *self._rules.feature_ids]
+
+    @property
+    def reserved_ids(self) -> list[int]:
+        """Tokens that stand for media here, in transformers or in vLLM: texts have none of them."""
+        return [*self.placeholder_ids, *self._rules.reserved_ids]
 
     @cached_property
     def _enclosing_ids(self) -> dict[int, tuple[list[int], list[int]]]:
