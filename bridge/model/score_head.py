@@ -52,11 +52,9 @@ def _classifier_architecture(config: HfConfig) -> str:
     if kind not in classifiers and ("vision_config" in config or "audio_config" in config):
         family = family_of(config)
         # transformers has none for models with a tower. The name follows its rule. `family_of` recognises a classifier
-        # with an audio tower by its model_type, and one with a vision tower by that of its text.
-        if family.vision is None:
-            is_recognised = kind == family.name
-        else:
-            is_recognised = family.audio is None and text_config(config).get("model_type") == family.name
+        # with an audio tower alone by its model_type, and one with a vision tower by that of its text.
+        name = kind if family.vision is None else text_config(config).get("model_type")
+        is_recognised = name == family.name
         if family.has_tower(config) and is_recognised:
             return config["architectures"][0].replace("ForConditionalGeneration", SUFFIX)
     if kind not in classifiers:

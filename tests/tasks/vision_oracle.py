@@ -80,8 +80,9 @@ class Oracle:
         self.model: Any = getattr(transformers, self.auto_class).from_pretrained(folder, dtype=torch.float32)
         self.score: Any = None
         if has_head:
-            weights = load_file(folder / "model.safetensors")
-            self.score = torch.nn.Parameter(weights["score.weight"])
+            weights = [load_file(file) for file in folder.glob("*.safetensors")]
+            (score,) = [file["score.weight"] for file in weights if "score.weight" in file]
+            self.score = torch.nn.Parameter(score)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -173,7 +174,8 @@ def save_with_head(source: Path, folder: Path, labels: int, problem: str | None 
 
     shutil.copytree(source, folder)
     weights = load_file(folder / "model.safetensors")
-    del weights["lm_head.weight"]
+    (output,) = [name for name in weights if name.removeprefix("thinker.") == "lm_head.weight"]
+    del weights[output]
     generator = torch.Generator().manual_seed(5)
     weights["score.weight"] = torch.randn(labels, 48, generator=generator) * 0.2
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
