@@ -61,12 +61,13 @@ def load_config(folder: Path, *, flag: str = "--model") -> Any:
 def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", **settings: Any) -> Any:
     """Load transformers' `AutoModelFor<kind>` from a checkpoint folder, with `settings` for `from_pretrained`.
 
-    kind "": AutoModel, which has no output layer.
+    kind "": AutoModel, which has no output layer; of an Omni model the whole, with its input as the logits.
     A causal model is loaded with the vision tower, where a family here has that, or where no other class exists. What
     speaks of an Omni model is not loaded.
     Raises ValueError, naming `flag`, if the folder has no safetensors, if the model needs Python code of the folder, or
     for unexpected and missing tensors and mismatched shapes.
     """
+    import torch
     import transformers
 
     from .safetensors_io import check_headers
@@ -78,9 +79,10 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
     check_folder_names(folder, read_config(folder))
     config = load_config(folder, flag=flag)
     name = f"AutoModelFor{kind}" if kind else "AutoModel"
-    auto = _causal_class(config) if kind == "CausalLM" else getattr(transformers, name)
+    is_omni = _leave_out_speech(config)
+    auto = _causal_class(config) if kind == "CausalLM" or is_omni else getattr(transformers, name)
     load = auto.from_pretrained
-    if _leave_out_speech(config):  # Qwen2.5-Omni's own method expects no report
+    if is_omni:  # Qwen2.5-Omni's own method expects no report
         load = partial(transformers.PreTrainedModel.from_pretrained.__func__, auto._model_mapping[type(config)])
     try:
         with _quiet():
@@ -94,6 +96,9 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
     architecture = _describe(read_config(folder))
     # Passthrough tensors are not needed to generate text.
     optional = re.compile(architecture.passthrough if architecture and architecture.passthrough else "(?!)")
+    if is_omni and not kind:  # AutoModel takes none
+        model.thinker.lm_head = torch.nn.Identity()
+        optional = re.compile(rf"thinker\.lm_head\.|{optional.pattern}")
     if missing := [name for name in report["missing_keys"] if not optional.match(name)]:
         owner = f"{type(model).__name__} of this config.json has"
         raise ValueError(f"{flag} {folder} lacks {abridge(missing)}, which a {owner}. Use a checkpoint that has them")

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...bridge.checkpoint.answering_model import answering_model
 from ...bridge.checkpoint.hub import read_config
 from ...bridge.checkpoint.pretrained import load_model, load_tokenizer
 from ...bridge.checkpoint.safetensors_io import SafetensorsFolder
@@ -52,7 +53,7 @@ class VisionModelReward:
         if vision.chat_template:  # has precedence over the tokenizer's
             self._tokenizer.chat_template = vision.chat_template
         check_template(self._tokenizer)
-        model = load_model(folder, "", flag="--reward_model", dtype=dtype or "auto")
+        model = answering_model(load_model(folder, "", flag="--reward_model", dtype=dtype or "auto"))
         head = SafetensorsFolder(folder).read(HEAD, 0, 0, 1)
         self._flag, self._device, self._model = flag, device, model.to(device).eval()
         self._head = head.to(device, model.dtype)
@@ -106,7 +107,8 @@ class VisionModelReward:
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
         media = [(placed.plan, patches[id(placed.medium)]) for _, placed_media in documents for placed in placed_media]
         inputs = {"input_ids": tokens, "attention_mask": mask, **transformers_inputs(media, tokens, self._vision)}
-        hidden = self._model(**to_model(inputs, self._device, self._model.dtype), use_cache=False).last_hidden_state
+        output = self._model(**to_model(inputs, self._device, self._model.dtype), use_cache=False)
+        hidden = output.logits if "logits" in output else output.last_hidden_state  # logits: see load_model
         last = hidden[torch.arange(len(documents)), lengths - 1]
         return (last @ self._head.T)[:, 0].float()
 

@@ -1,8 +1,10 @@
 """GRPO on prompts with images, videos and audios together, and with images and videos of further families."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests import tiny_omni, tiny_vision
@@ -10,17 +12,19 @@ from tests.tasks.audio_oracle import write_sounds
 from tests.tasks.distillation.test_teacher_server import teaching
 from tests.tasks.preference.runs import assert_close
 from tests.tasks.rl import upstream
-from tests.tasks.rl.images import FRAMES, PICTURES, Seen, question_of_video, write
+from tests.tasks.rl.images import FRAMES, PICTURES, Seen, SeenPpo, question_of_video, write
 from tests.tasks.rl.images import question as question_of_images
+from tests.tasks.rl.ppo_reference import Ppo, Settings
 from tests.tasks.rl.runs import DIFFERENCE, Place, Trained, assert_same_steps
-from tests.tasks.vision_oracle import ALL, Oracle
+from tests.tasks.vision_oracle import ALL, Oracle, save_with_head
 from tests.templates.media.test_omni import HOP, film, reference
 
 pytestmark = pytest.mark.slow
 FURTHER = "glm4v", "llava_onevision", "llava", "mistral3", "internvl", "llama4", "kimi_k25", "gemma3", "ovis2"
 FLAGS = f"--dataset omni.jsonl {ALL} --beta 0"
 # The seeds give completions without placeholders: transformers' forward pass takes none.
-MODELS = [("qwen3_omni_moe", 4), pytest.param("qwen2_5_omni", 2, marks=pytest.mark.long)]
+SEEDS = [("qwen3_omni_moe", 4), ("qwen2_5_omni", 2)]
+MODELS = [SEEDS[0], pytest.param(*SEEDS[1], marks=pytest.mark.long)]
 
 
 def question(number: int) -> dict[str, Any]:
@@ -38,6 +42,8 @@ def question(number: int) -> dict[str, Any]:
 def omni(place: Place) -> Place:
     for name, make in tiny_omni.FAMILIES.items():
         make(place.folder / name)
+        make(place.folder / f"{name}-other", seed=1)
+        save_with_head(place.folder / f"{name}-other", place.folder / f"{name}-critic", 1)
     for name in FURTHER:
         tiny_vision.FAMILIES[name](place.folder / name)
     for number in range(PICTURES):
@@ -79,6 +85,78 @@ class Reference(Seen):
 
     def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
         return self._drawn(self.oracle, self.oracle.of_row(row), row)
+
+
+class ScoredThinker(torch.nn.Module):
+    """A thinker of transformers with a head, as `save_with_head` writes it."""
+
+    def __init__(self, folder: Path, pictures: Path):
+        super().__init__()
+        self.oracle = thinking(OmniOracle(folder, pictures, has_head=True))
+        self.model, self.score = self.oracle.model, self.oracle.score
+        self.model.lm_head = torch.nn.Identity()  # logits are hidden states
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    def values(self, row: dict[str, Any], *, has_last: bool = False) -> Tensor:
+        """Before each token of a completion. has_last: behind the last one too"""
+        prompt = self.oracle.of_row(row)
+        inputs = self.oracle.continued(prompt, torch.tensor(row["completion_ids"]))
+        hidden = self.model(**inputs).logits[0, prompt["input_ids"].shape[1] - 1 :]
+        return ((hidden if has_last else hidden[:-1]) @ self.score.t())[:, 0]
+
+
+def thinking(oracle: OmniOracle) -> OmniOracle:
+    oracle.model = oracle.model.thinker
+    return oracle
+
+
+class OmniPpo(SeenPpo):
+    """PPO of a thinker with itself as the reference, and a critic with another start."""
+
+    def __init__(self, place: Place, run: Trained, name: str):
+        folder = place.folder / name
+        self.oracles = [thinking(OmniOracle(folder, place.folder)) for _ in range(2)]
+        critic = ScoredThinker(place.folder / f"{name}-critic", place.folder)
+        Ppo.__init__(self, folder, run, *(oracle.model for oracle in self.oracles), critic, Settings())
+
+    def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
+        oracle = next(oracle for oracle in self.oracles if oracle.model is model)
+        return self._drawn(oracle, oracle.of_row(row), row)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", tiny_omni.FAMILIES)
+def test_updates_of_ppo(model: str, omni: Place) -> None:
+    seed = dict(SEEDS)[model]
+    run = omni.run(
+        f"--model {model} --dataset omni.jsonl {ALL} --rlhf_type ppo --critic_model {model}-critic --critic_lr 1e-3 "
+        f"--seed {seed}"
+    )
+    log = OmniPpo(omni, run, model).steps()
+    assert len(run.steps) == len(log) == 3
+    for row, expected in zip(run.steps, log, strict=True):
+        norms = {name: expected.pop(name) for name in ("grad_norm", "critic/grad_norm")}
+        assert_close(row, expected)
+        assert {name: row[name] for name in norms} == pytest.approx(norms, rel=3e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", tiny_omni.FAMILIES)
+def test_a_reward_model_sees_and_hears(model: str, omni: Place) -> None:
+    """By itself each conversation has the logged reward, in transformers."""
+    run = omni.run(f"--model {model} {FLAGS} --reward_funcs waves --reward_model {model}-critic")
+    scored = ScoredThinker(omni.folder / f"{model}-critic", omni.folder)
+    tokenizer = scored.oracle.processor.tokenizer
+    rewards = [row["rewards"]["reward_model"] for row in run.completions]
+    for row, reward in zip(run.completions, rewards, strict=True):
+        text = tokenizer.decode(row["completion_ids"], skip_special_tokens=True) + "<|im_end|>\n"
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            expected = scored.values(row | {"completion_ids": ids}, has_last=True)[-1]
+        assert abs(reward - expected.item()) < 1e-3
+    assert max(rewards) - min(rewards) > 0.1
 
 
 @pytest.mark.parametrize(("model", "seed"), MODELS)
