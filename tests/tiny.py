@@ -58,3 +58,20 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
     ).save_pretrained(folder)
+
+
+def save_random_adapter(network: torch.nn.Module, folder: Path, seed: int = 1, **settings) -> Path:
+    """Add noise to the tensors of a PEFT adapter of a model, save it, and return its folder.
+
+    settings: of LoraConfig
+    """
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(network, LoraConfig(r=4, **settings))  # pyright: ignore[reportArgumentType]
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(folder)
+    return folder

@@ -10,6 +10,8 @@ import pytest
 from megaswift.tasks import infer, infer_vllm
 from megaswift.tasks.options import InferOptions
 
+from tests import tiny
+
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if tools %}{{ tools | length }} tools{% endif %}"
@@ -46,19 +48,10 @@ def model(tmp_path_factory):
 
 def make_adapter(model, folder, seed=1, **settings):
     """An adapter of random values that PEFT saves; its folder."""
-    import torch
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    settings = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"} | settings
-    network = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**settings))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    network.save_pretrained(folder)
-    return folder
+    settings = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"} | settings
+    return tiny.save_random_adapter(AutoModelForCausalLM.from_pretrained(model), folder, seed, **settings)
 
 
 def expected(folder, question, system=None, adapter=None, **settings):

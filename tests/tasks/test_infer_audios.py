@@ -16,7 +16,7 @@ from megaswift.templates.formats.medium import Medium
 from megaswift.templates.media.processor import VisionProcessor
 from megaswift.templates.options import MediaOptions
 
-from tests import tiny_audio, tiny_vision
+from tests import tiny, tiny_audio, tiny_vision
 
 pytestmark = pytest.mark.slow
 NEW_TOKENS = 10
@@ -120,17 +120,10 @@ def test_spectrograms_are_those_of_each_audio_alone(model, sounds):
 
 
 def test_an_adapter_of_the_tower_answers_as_with_peft(model, sounds, tmp_path):
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForMultimodalLM
 
     network = AutoModelForMultimodalLM.from_pretrained(model)
-    network = get_peft_model(network, LoraConfig(r=4, target_modules=["q_proj", "linear_1"]))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    network.save_pretrained(tmp_path / "adapter")
+    tiny.save_random_adapter(network, tmp_path / "adapter", target_modules=["q_proj", "linear_1"])
     rows = rows_of(sounds)[:3]
     wanted = [expected(model, parts, tmp_path / "adapter") for parts in PARTS[:3]]
     assert wanted[1] != expected(model, PARTS[1])

@@ -10,7 +10,7 @@ import pytest
 from megaswift.tasks import infer
 from megaswift.tasks.options import InferOptions
 
-from tests import tiny_vision
+from tests import tiny, tiny_vision
 from tests.tiny_vision import picture
 
 pytestmark = pytest.mark.slow
@@ -147,18 +147,10 @@ def test_limits_and_objects_are_those_of_training(model, pictures, tmp_path):
 
 
 def test_an_adapter_of_the_tower_answers_as_with_peft(model, pictures, tmp_path):
-    import torch
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForImageTextToText
 
     network = AutoModelForImageTextToText.from_pretrained(model)
-    network = get_peft_model(network, LoraConfig(r=4, target_modules=["qkv", "q_proj"], task_type="CAUSAL_LM"))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    network.save_pretrained(tmp_path / "adapter")
+    tiny.save_random_adapter(network, tmp_path / "adapter", target_modules=["qkv", "q_proj"], task_type="CAUSAL_LM")
     rows, adapter = rows_of(model, pictures)[:3], str(tmp_path / "adapter")
     wanted = [expected(model, row, adapter) for row in rows]
     assert wanted[1] != expected(model, rows[1])

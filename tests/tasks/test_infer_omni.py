@@ -12,7 +12,7 @@ from megaswift.tasks.options import InferOptions
 from megaswift.templates.media.audios import read_audio
 from safetensors.torch import load_file, save_file
 
-from tests import tiny_audio, tiny_omni, tiny_vision
+from tests import tiny, tiny_audio, tiny_omni, tiny_vision
 from tests.templates.media.test_omni import HOP, film, reference, reference_with_sound
 from tests.tiny_audio import RATE
 
@@ -114,17 +114,10 @@ def test_videos_are_heard(model, files, tmp_path):
 
 @pytest.mark.long
 def test_an_adapter_of_both_towers_answers_as_with_peft(model, files, tmp_path):
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForMultimodalLM
 
     network = AutoModelForMultimodalLM.from_pretrained(model)
-    network = get_peft_model(network, LoraConfig(r=4, target_modules=["qkv", "q", "q_proj"]))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    network.save_pretrained(tmp_path / "adapter")
+    tiny.save_random_adapter(network, tmp_path / "adapter", target_modules=["qkv", "q", "q_proj"])
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     save_file({name: tensor for name, tensor in load_file(file).items() if ".thinker." in name}, file)
     rows = rows_of(files)
