@@ -96,6 +96,7 @@ def test_a_batch_answers_as_transformers_does_one_by_one(model, files, tmp_path)
     assert ask(model, rows, tmp_path, max_batch_size=1) == wanted
 
 
+@pytest.mark.long
 def test_videos_are_heard(model, files, tmp_path):
     """Beside rows without any: frames and sounds of different lengths."""
     films = [str(film(tmp_path / f"{n}.mov", 9 + 20 * n, HOP * (300 - 110 * n), n)) for n in range(2)]
