@@ -10,6 +10,8 @@ from ..families.sequence_classification import SUFFIX, count_labels
 from ..families.vlm_text import text_config
 from ..mapping.architecture import HfConfig
 
+GENERATIVE = "ForConditionalGeneration"
+
 
 def add_score_head(
     hf_config: HfConfig, labels: int, problem_type: str | None = None, *, pad_token_id: int | None = None
@@ -56,7 +58,8 @@ def _classifier_architecture(config: HfConfig) -> str:
         name = kind if family.vision is None else text_config(config).get("model_type")
         is_recognised = name == family.name
         if family.has_tower(config) and is_recognised:
-            return config["architectures"][0].replace("ForConditionalGeneration", SUFFIX)
+            names = *config["architectures"], *family.architectures  # Qwen2_5OmniModel, on the hub, ends otherwise
+            return next(name for name in names if name.endswith(GENERATIVE)).replace(GENERATIVE, SUFFIX)
     if kind not in classifiers:
         supported = ", ".join(family.name for family in FAMILIES if family.name in classifiers)
         raise ValueError(f"transformers has no sequence classification for {kind} models. It has some for {supported}")

@@ -10,6 +10,7 @@ from megaswift.bridge.families.thinker import lift_thinker, lower_thinker
 from megaswift.bridge.layers.tower_part import TowerPart
 from megaswift.bridge.mapping.architecture import HfConfig
 from megaswift.bridge.mapping.param_mapping import TOWERS, expand_mappings
+from megaswift.bridge.model.score_head import add_score_head, count_labels
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import AutoModelForMultimodalLM
@@ -90,3 +91,14 @@ def test_a_changed_config_is_lowered_to_where_it_came_from():
     changed = {"thinker_config": whole["thinker_config"] | {"text_config": text}}
     assert lowered == {key: value for key, value in whole.items() if key != "dtype"} | changed
     assert lower_thinker(lifted | {"quantization_config": {}}) == whole | {"quantization_config": {}}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_head_is_found_in_what_is_saved(name: str) -> None:
+    """By the name of the whole model, also where the hub has another than transformers."""
+    saved = lower_thinker(add_score_head(lift_thinker(MODELS[name]), 3, pad_token_id=0))
+    kind = "Qwen2_5Omni" if "2.5" in name else "Qwen3OmniMoe"
+    assert saved["architectures"] == [f"{kind}ForSequenceClassification"]
+    config = lift_thinker(saved)
+    assert count_labels(config) == 3
+    assert family_of(config).describe(config).num_labels == 3
