@@ -43,6 +43,9 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
 - the layers of a GLM-5 that attend to the keys of an earlier layer are in one pipeline stage with it;
 - the groups of Mamba-2 layers divide by TP x CP too; on GPUs their kernel is that of mamba-ssm where it is installed
   (`pip install --no-build-isolation mamba-ssm`);
+- the heads of lightning attention divide by TP x CP; it runs in plain PyTorch on GPUs too;
+- layers whose residual is a norm's output (minimax) keep the outputs of their norms under
+  `--recompute_modules layernorm`;
 - experts under TP train with sequence parallelism only (megatron-core's rule);
 - layers with attention and MLP in parallel keep the output of their norm under `--recompute_modules layernorm`.
 
@@ -140,6 +143,7 @@ def _line(family: Family) -> str:
     scales = {architecture.embedding_scale, architecture.residual_scale, architecture.logits_scale}
     features = {
         "gated delta nets": any(layer.mixer == "gated_delta_net" for layer in layers),
+        "lightning attention": any(layer.mixer == "lightning_attention" for layer in layers),
         "Mamba-2": architecture.mamba,
         "latent attention (MLA)": is_latent,
         "a lightning indexer": architecture.sparse,

@@ -115,14 +115,16 @@ class WideNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x_fp32 = x.float()
-        mean = x_fp32.square().mean(dim=(-2, -1), keepdim=True)
         group = cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())
         ranks = group.size()
-        # The gradient is summed over the ranks too, since every rank's output depends on the mean.
-        mean = copy_to_tensor_model_parallel_region(
-            reduce_from_tensor_model_parallel_region(mean / ranks, group=group), group=group
-        )
+        mean = mean_over_ranks(x_fp32.square().mean(dim=(-2, -1), keepdim=True), group)
         local_heads = x.shape[-2]
         first = group.rank() * self.heads // ranks  # with fewer heads than ranks, adjacent ranks share a head
         weight = self.weight.view(self.heads, -1)[first : first + local_heads]
         return weight * (x_fp32 * (mean + self.eps).rsqrt()).to(x.dtype)
+
+
+def mean_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the mean of x over tensor-parallel ranks, whose outputs all depend on it: its gradient is summed too."""
+    summed = reduce_from_tensor_model_parallel_region(x / group.size(), group=group)
+    return copy_to_tensor_model_parallel_region(summed, group=group)

@@ -1,13 +1,16 @@
-"""Residual addition with an optional norm or scale on the branch's output, and a scale on a layer's output."""
+"""Residual addition with an optional norm or scale on the branch's output, and layers with factors of their own."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+from ..mapping.architecture import ResidualFactors
 
 
 class ResidualAdd(torch.nn.Module):
@@ -50,3 +53,23 @@ class ScaledLayer(TransformerLayer):
         hidden_states, context = super().forward(*args, **kwargs)
         assert isinstance(hidden_states, Tensor)
         return hidden_states * self.layer_scalar, context
+
+
+class NormedResidualLayer(TransformerLayer):
+    """Layer that adds its mixer and its MLP to their normed inputs, times factors (MiniMax-Text-01).
+
+    See https://arxiv.org/abs/2501.08313, section 2.2.
+    """
+
+    def __init__(self, *args, factors: ResidualFactors, **kwargs):
+        super().__init__(*args, **kwargs)
+        # megatron-core would free the norms' outputs, which are the residuals.
+        self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
+        norms = (self.input_layernorm, factors.mixer_residual), (self.pre_mlp_layernorm, factors.mlp_residual)
+        for norm, factor in norms:
+            cast(torch.nn.Module, norm).register_forward_hook(partial(self._with_residual, factor))
+
+    @staticmethod
+    def _with_residual(factor: float, module: torch.nn.Module, inputs: Any, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output of a norm and the residual, which megatron-core's layer takes from a norm."""
+        return output, output if factor == 1.0 else output * factor

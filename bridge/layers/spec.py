@@ -26,13 +26,14 @@ from .attention import CoreAttention
 from .deepstack import DeepStackLayer
 from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet
+from .lightning import LightningAttention
 from .mamba import Mamba2
 from .mla import LatentAttention, LatentAttentionSubmodules
 from .mlp import XIELU, RecomputedMLP, SwiGLU
 from .moe import ExpertLayer
 from .norm import Norm, NormBuilder, WideNorm
 from .parallel_block import ParallelLayer
-from .residual import ResidualAdd, ScaledLayer
+from .residual import NormedResidualLayer, ResidualAdd, ScaledLayer
 from .router import Router
 from .self_attention import FusedSelfAttention, LayerSelfAttention, heads_config, supports_fused_heads
 from .sparse_attention import SparseLatentAttention
@@ -110,21 +111,15 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
     norm_input = separate_norm
     if architecture.parallel_block:  # two linears follow the norm, so it is separate
         norm_input, norm_column, separate_norm = branch_norm, column, IdentityOp
+    if layer.factors:  # the norm's output is the residual
+        norm_input, norm_column, separate_norm, branch_norm = norm, column, norm, norm
     # megatron-core has one setting for the biases of all these linears; here each has its own.
     output = _with_bias(row, architecture.output_bias)
     fc1, fc2 = (_with_bias(linear, architecture.mlp_bias) for linear in (norm_column, row))
     q_norm, k_norm = _head_norms(config, norm)
-    bias_dropout_add = get_bias_dropout_add
-    is_scaled_or_normed = architecture.post_norms or architecture.residual_scale != 1.0
-    if is_scaled_or_normed or not (config.hidden_dropout or config.bias_dropout_fusion):
-        bias_dropout_add = ModuleSpec(
-            module=ResidualAdd,
-            params={
-                "config": config,
-                "norm": norm if architecture.post_norms else None,
-                "scale": architecture.residual_scale,
-            },
-        )
+    scale = architecture.residual_scale
+    mixer_scale, mlp_scale = (layer.factors.mixer_output, layer.factors.mlp_output) if layer.factors else (scale, scale)
+    add_mixer, add_mlp = (_residual_add(config, norm, each) for each in (mixer_scale, mlp_scale))
     heads = heads_config(config, layer)
     attention = ModuleSpec(
         module=FusedSelfAttention if layer.has_values and supports_fused_heads(heads) else LayerSelfAttention,
@@ -146,6 +141,8 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
         attention = ModuleSpec(module=GatedDeltaNet, params={"in_proj": norm_column, "out_proj": row})
     elif layer.mixer == "mamba":
         attention = ModuleSpec(module=Mamba2, params={"in_proj": norm_column, "out_proj": row})
+    elif layer.mixer == "lightning_attention":
+        attention = ModuleSpec(module=LightningAttention, params={"in_proj": norm_column, "out_proj": row})
     if moe:
         shared = partial(SharedExperts, submodules=MLPSubmodules(column, row, SwiGLU))
         mlp = partial(
@@ -156,17 +153,27 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
         kind = RecomputedMLP if config.recomputes_mlp else MLP  # type: ignore[attr-defined]
         mlp = partial(kind.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, activation))
     spec = ModuleSpec(
-        module=_layer_class(architecture),
+        module=NormedResidualLayer if layer.factors else _layer_class(architecture),
+        params={"factors": layer.factors} if layer.factors else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_input,
             self_attention=attention,
-            self_attn_bda=bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            self_attn_bda=add_mixer,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=branch_norm if moe and not architecture.parallel_block else separate_norm,
             mlp=mlp,
-            mlp_bda=bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            mlp_bda=add_mlp,  # pyright: ignore[reportArgumentType]
         ),
     )
     return _without_absent_part(spec, layer)
+
+
+def _residual_add(config: TransformerConfig, norm: NormBuilder, scale: float):
+    architecture: Architecture = config.architecture  # type: ignore[attr-defined]
+    is_plain = scale == 1.0 and not architecture.post_norms
+    if is_plain and (config.hidden_dropout or config.bias_dropout_fusion):
+        return get_bias_dropout_add
+    params = {"config": config, "norm": norm if architecture.post_norms else None, "scale": scale}
+    return ModuleSpec(module=ResidualAdd, params=params)
 
 
 def _without_absent_part(spec: ModuleSpec, layer: Layer) -> ModuleSpec:

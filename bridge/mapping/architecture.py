@@ -19,11 +19,20 @@ class Rope:
     axes: tuple[int, ...] = ()
 
 
+class ResidualFactors(NamedTuple):
+    """Factors in a layer that adds its parts to their own normed input: residual * norm(x) + output * part(norm(x))."""
+
+    mixer_residual: float
+    mixer_output: float
+    mlp_residual: float
+    mlp_output: float
+
+
 @dataclass(frozen=True)
 class Layer:
     """Token mixer of one layer, and whether an MLP or experts follow it."""
 
-    mixer: str = "attention"  # or "gated_delta_net", "mamba", "none"
+    mixer: str = "attention"  # or "gated_delta_net", "lightning_attention", "mamba", "none"
     has_mlp: bool = True
     rope: int | None = 0  # index into Architecture.ropes; None: no position embedding
     window: int | None = None  # a query attends to itself and the `window - 1` keys before it
@@ -31,6 +40,7 @@ class Layer:
     head_dim: int | None = None  # size of a query, key or value; None: kv_channels
     groups: int | None = None  # key heads; None: num_query_groups
     has_values: bool = True  # a projection of their own; else values are the keys before norm and rope
+    factors: ResidualFactors | None = None  # None: x + part(norm(x)), as `residual_scale` has it
 
 
 @dataclass(frozen=True)
@@ -227,3 +237,13 @@ class Architecture:
     passthrough: str = ""  # regex of tensors that the model is built without; see checkpoint/passthrough.py
     # (regex, replacement) from names of tensors in files to transformers' modules, where they differ: PEFT uses these.
     module_names: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def convolution(self) -> int | None:
+        """Number of tokens that the convolutions of layers with a state see: 1 for none; None without such layers."""
+        mixers = {layer.mixer for layer in self.layers}
+        if self.mamba:
+            return self.mamba.kernel
+        if "gated_delta_net" in mixers:
+            return self.transformer["linear_conv_kernel_dim"]
+        return 1 if "lightning_attention" in mixers else None

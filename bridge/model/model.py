@@ -151,8 +151,6 @@ class Model:
         bounds = [0, length * cp_size] if inputs.cu_seqlens is None else inputs.cu_seqlens.tolist()
         if self.architecture.mtp_depths:
             documents.next_positions = next_positions(bounds, cp_rank, cp_size, device)
-        mamba = self.architecture.mamba
-        if mamba or any(layer.mixer == "gated_delta_net" for layer in self.architecture.layers):
-            kernel = mamba.kernel if mamba else self.architecture.transformer["linear_conv_kernel_dim"]
+        if kernel := self.architecture.convolution:
             documents.delta_layout = make_delta_layout(bounds, rows, cp_size, kernel, device)
         return documents

@@ -111,6 +111,7 @@ class Flops:
             sparse = hidden * sizes.num_moe_experts + routed + shared + 2 * hidden * (latent or 0)
         mixers = {"attention": lambda layer: attention_of(layer)[0], "none": lambda layer: 0}
         mixers |= {"gated_delta_net": lambda layer: _delta_net(sizes), "mamba": lambda layer: _mamba(sizes)}
+        mixers |= {"lightning_attention": lambda layer: _lightning(sizes)}
         parameters = sum(mixers[layer.mixer](layer) for layer in layers)
         parameters += sum(
             sparse if has_experts else dense
@@ -259,3 +260,9 @@ def _mamba(sizes: "TransformerConfig") -> int:
     values = mamba.heads * mamba.head_dim
     projected = 3 * values + 2 * mamba.groups * mamba.state_dim + mamba.heads
     return sizes.hidden_size * projected + 2 * values * mamba.state_dim
+
+
+def _lightning(sizes: "TransformerConfig") -> int:
+    """Return the number of weights of lightning attention, including its state, which each token writes and reads."""
+    width, dim = sizes.num_attention_heads * (sizes.kv_channels or 0), sizes.kv_channels or 0
+    return 5 * sizes.hidden_size * width + 2 * width * dim

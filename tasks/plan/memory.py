@@ -238,6 +238,9 @@ def key_values(config: TransformerConfig) -> int:
 
 
 def _mixer_values(config: TransformerConfig, layer: Layer) -> int:
+    if layer.mixer == "lightning_attention":
+        # Its norm's input and output, what is projected, and attention's output, before and after its norm.
+        return 2 * config.hidden_size + 6 * _head_values(config)[1]
     if layer.mixer != "mamba":
         return _attention_values(config)
     mamba = config.architecture.mamba  # type: ignore[attr-defined]

@@ -170,6 +170,9 @@ def test_which_layers_have_experts(step, dense):
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size null"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ("minimax", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ("minimax", {"head_dim": 128, "rotary_dim": 64}, "rotary_dim 64; this family is supported with 128 only"),
+        ("minimax", {"layer_types": ["lightning"] * 32}, "'lightning'.*: set one for each of the 32 layers"),
         ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
         (
             "minimax_m2",

@@ -236,3 +236,23 @@ def test_layers_of_one_part():
     flops = Flops.of(SimpleNamespace(**sizes), settings.vocab_size)
     assert flops.matrix_parameters == matrices + states
     assert flops.pair == 4 * settings.num_attention_heads * settings.head_dim
+
+
+def test_lightning_attention():
+    """N is what transformers multiplies by, of the experts those of a token, and the states."""
+    import torch
+    from megaswift.bridge.families import family_of
+    from transformers import AutoModelForCausalLM
+
+    from tests.bridge.families.minimax import config
+
+    settings = config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
+    experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
+    about = family_of(settings.to_dict()).describe(settings.to_dict())
+    flops = Flops.of(SimpleNamespace(**SIZES | about.transformer | {"architecture": about}), settings.vocab_size)
+    states = 3 * 2 * settings.num_attention_heads * settings.head_dim**2
+    assert flops.matrix_parameters == matrices + experts * 2 // 8 + states
+    assert flops.pair == 4 * settings.num_attention_heads * settings.head_dim

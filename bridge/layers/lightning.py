@@ -1,0 +1,76 @@
+"""Lightning attention of MiniMax-Text-01 (https://arxiv.org/abs/2501.08313): a `self_attention` for layer specs.
+
+It is linear attention, with a decay for each head that depends on the head and the layer alone. A group is one head.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.typed_torch import not_none
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .delta_rule import DeltaLayout
+from .grouped_mixer import GroupedMixer, MixerWeight
+from .norm import mean_over_ranks
+from .state_space import state_space
+
+NORM_EPS = 1e-6  # transformers' class takes its norm's default, not that of config.json
+
+
+class LightningAttention(GroupedMixer):
+    """Lightning attention, with the arguments of `GroupedMixer`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        in_proj,
+        out_proj,
+        pg_collection=None,
+        name: str | None = None,
+        **_,
+    ):
+        head_dim = not_none(config.kv_channels)
+        super().__init__(
+            config,
+            layer_number,
+            in_proj,
+            out_proj,
+            pg_collection,
+            groups=config.num_attention_heads,
+            noun="heads of this model's lightning attention",
+            sections=(3 * head_dim, head_dim),
+        )
+        self.norm = MixerWeight(config, self.groups * head_dim, split=True)
+
+    def slopes(self) -> Tensor:
+        """Return how much less the logarithm of the state is after each token, for this rank's heads."""
+        heads, layers = self.config.num_attention_heads, self.config.num_layers
+        first = self.tp_group.rank() * self.groups
+        numbers = torch.arange(first + 1, first + self.groups + 1, device=self.norm.weight.device)
+        depth = 1 - (self.layer_number - 1) / (layers - 1 + 1e-5) + 1e-5
+        return torch.exp2(numbers * (-8 / heads)) * depth
+
+    def _mix(self, qkv: Tensor, layout: DeltaLayout) -> Tensor:
+        """qkv [sequence, rows, heads, 3 * head dim] of full documents -> [sequence, rows, heads, 1, head dim]"""
+        sequence, rows, heads, _ = qkv.shape
+        decay = -self._local(self.slopes(), heads)
+        # Recomputed in the backward pass: the intermediate tensors are many times larger than the inputs.
+        output = checkpoint(
+            self._attend, qkv.flatten(0, 1), decay, layout, use_reentrant=False, preserve_rng_state=False
+        )
+        assert isinstance(output, Tensor)
+        return output.view(sequence, rows, heads, 1, -1)
+
+    def _attend(self, qkv: Tensor, decay: Tensor, layout: DeltaLayout) -> Tensor:
+        """qkv [tokens, heads, 3 * head dim], decay [heads, 1] -> [tokens, heads, 1, head dim]"""
+        query, key, value = F.silu(qkv).chunk(3, dim=-1)
+        decay = decay.expand(len(qkv), -1, -1)
+        return state_space(value.unsqueeze(2), key, query, torch.ones_like(decay), decay, layout)
+
+    def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Norm all heads together."""
+        mean = mean_over_ranks(x.float().square().mean(dim=(-3, -2, -1), keepdim=True), self.tp_group)
+        normed = (x.float() * (mean + NORM_EPS).rsqrt()).to(x.dtype)
+        return gate.sigmoid() * (self.norm().view(self.groups, 1, -1) * normed)
