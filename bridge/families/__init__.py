@@ -30,6 +30,7 @@ from . import (
     gpt_oss,
     granite,
     granitemoe,
+    granitemoehybrid,
     granitemoeshared,
     hunyuan_v1_dense,
     hunyuan_v1_moe,
@@ -82,7 +83,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
         glm4v_text, glm4v_moe_text, qwen3_asr, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
         deepseek_v32, glm_moe_dsa, nemotron_h, mistral4, llava_onevision, qwen3_omni_moe_text,
-        qwen2_5_omni_text, phimoe, ovis2, minimax,
+        qwen2_5_omni_text, phimoe, ovis2, minimax, granitemoehybrid,
     )
 )  # fmt: skip
 

@@ -41,8 +41,8 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
   training of DeepSeek-V3.2, add `--freeze_parameters_ratio 1 --trainable_parameters_regex indexer`: attention is dense
   for documents with no more than `index_topk` tokens, which config.json may raise;
 - the layers of a GLM-5 that attend to the keys of an earlier layer are in one pipeline stage with it;
-- the groups of Mamba-2 layers divide by TP x CP too; on GPUs their kernel is that of mamba-ssm where it is installed
-  (`pip install --no-build-isolation mamba-ssm`);
+- the groups of Mamba-2 layers divide by TP x CP too, and of Granite 4, which has one, eighths of it; on GPUs their
+  kernel is that of mamba-ssm where it is installed (`pip install --no-build-isolation mamba-ssm`);
 - the heads of lightning attention divide by TP x CP; it runs in plain PyTorch on GPUs too;
 - layers whose residual is a norm's output (minimax) keep the outputs of their norms under
   `--recompute_modules layernorm`;

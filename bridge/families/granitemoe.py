@@ -16,16 +16,15 @@ def architecture(config: HfConfig, **settings: Any) -> Architecture:
     return granite.architecture(config, experts, routing=rule)
 
 
+EXPERTS = [
+    layer_mapping("block_sparse_moe.router.layer.weight", "mlp.router.weight", REPLICATED),
+    layer_mapping("block_sparse_moe.input_linear.weight", "mlp.experts.linear_fc1.weight", FUSED_GATE_UP, stacked=True),
+    layer_mapping("block_sparse_moe.output_linear.weight", "mlp.experts.linear_fc2.weight", ROW, stacked=True),
+]
+
+
 def mappings(config: HfConfig) -> list[ParamMapping]:
-    hf, mcore = "block_sparse_moe.", "mlp.experts.linear_"
-    return [
-        *ENDS,
-        *ATTENTION,
-        *attention_biases(config),
-        layer_mapping(hf + "router.layer.weight", "mlp.router.weight", REPLICATED),
-        layer_mapping(hf + "input_linear.weight", mcore + "fc1.weight", FUSED_GATE_UP, stacked=True),
-        layer_mapping(hf + "output_linear.weight", mcore + "fc2.weight", ROW, stacked=True),
-    ]
+    return ENDS + ATTENTION + attention_biases(config) + EXPERTS
 
 
 FAMILY = Family(

@@ -11,13 +11,14 @@ def architecture(config: HfConfig) -> Architecture:
     return granitemoe.architecture(config, moe_shared_expert_intermediate_size=width or None)
 
 
+SHARED = [
+    layer_mapping("shared_mlp.input_linear.weight", "mlp.shared_experts.linear_fc1.weight", FUSED_GATE_UP),
+    layer_mapping("shared_mlp.output_linear.weight", "mlp.shared_experts.linear_fc2.weight", ROW),
+]
+
+
 def mappings(config: HfConfig) -> list[ParamMapping]:
-    hf, mcore = "shared_mlp.", "mlp.shared_experts.linear_"
-    shared = [
-        layer_mapping(hf + "input_linear.weight", mcore + "fc1.weight", FUSED_GATE_UP),
-        layer_mapping(hf + "output_linear.weight", mcore + "fc2.weight", ROW),
-    ]
-    return granitemoe.mappings(config) + (shared if config["shared_intermediate_size"] else [])
+    return granitemoe.mappings(config) + (SHARED if config["shared_intermediate_size"] else [])
 
 
 FAMILY = Family(

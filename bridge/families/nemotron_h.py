@@ -5,13 +5,12 @@ its time_step_min, with which time steps are initialized, as their lower bound.
 """
 
 import math
-from collections.abc import Iterator
-from functools import partial
 
 from ..mapping.architecture import Architecture, HfConfig, Layer, Mamba
-from ..mapping.param_mapping import COLUMN, QKV, REPLICATED, ROW, VOCAB, Family, ParamMapping, ShardingKind, Span
+from ..mapping.param_mapping import COLUMN, QKV, REPLICATED, ROW, VOCAB, Family, ParamMapping, ShardingKind
 from .decoder import DEFAULTS, LAYER, check_layer_types, check_supported, describe_decoder
 from .deepseek_moe import LIMITS, sigmoid_routing
+from .mamba_hybrid import mamba_kinds, read_time_limits
 
 MIXERS = {"linear_attention": "mamba", "full_attention": "attention", "mlp": "none", "moe": "none"}
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -46,14 +45,24 @@ def _layers_of(config: HfConfig, *kinds: str) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(config["layer_types"]) if kind in kinds)
 
 
-def architecture(config: HfConfig) -> Architecture:
-    config = _read_layers(config)
-    check_supported(config, SUPPORTED)
+def _read_mamba(config: HfConfig) -> Mamba:
     heads, groups = config["mamba_num_heads"], config["n_groups"]
     if heads % groups:
         raise ValueError(f"config.json has mamba_num_heads {heads} and n_groups {groups}: the second must divide")
-    # transformers 5 writes infinity as {"__float__": "Infinity"}.
-    limits = [float(bound["__float__"] if isinstance(bound, dict) else bound) for bound in config["time_step_limit"]]
+    return Mamba(
+        heads=heads,
+        head_dim=config["mamba_head_dim"],
+        groups=groups,
+        state_dim=config["ssm_state_size"],
+        kernel=config["conv_kernel"],
+        conv_bias=config["use_conv_bias"],
+        dt_limits=read_time_limits(config),
+    )
+
+
+def architecture(config: HfConfig) -> Architecture:
+    config = _read_layers(config)
+    check_supported(config, SUPPORTED)
     types, moe = config["layer_types"], _layers_of(config, "moe")
     transformer, routing = {}, None
     if moe:
@@ -67,15 +76,7 @@ def architecture(config: HfConfig) -> Architecture:
         transformer | {"gated_linear_unit": False},
         ropes=(),
         layers=tuple(Layer(MIXERS[kind], rope=None, has_mlp=kind in ("mlp", "moe")) for kind in types),
-        mamba=Mamba(
-            heads=heads,
-            head_dim=config["mamba_head_dim"],
-            groups=groups,
-            state_dim=config["ssm_state_size"],
-            kernel=config["conv_kernel"],
-            conv_bias=config["use_conv_bias"],
-            dt_limits=(limits[0], limits[1]),
-        ),
+        mamba=_read_mamba(config),
         routing=routing,
         expert_latent=config.get("moe_latent_size") if moe else None,
         passthrough=r"mtp\.",
@@ -83,50 +84,14 @@ def architecture(config: HfConfig) -> Architecture:
     )
 
 
-def _spans(length: int, ranks: int, architecture: Architecture, *, is_projection: bool) -> list[Span]:
-    """Lay out each group's values, key and query, and for the projection its gates and time steps too.
-
-    In the checkpoint a projection has the gates first, then all values, all keys, all queries, and all time steps.
-    """
-    mamba = architecture.mamba
-    assert mamba is not None
-    heads = mamba.heads // mamba.groups
-    sizes = {"gate": heads * mamba.head_dim, "value": heads * mamba.head_dim, "key": mamba.state_dim}
-    sizes |= {"query": mamba.state_dim, "dt": heads}
-    starts, start = {}, 0
-    for name, size in sizes.items():
-        if is_projection or name not in ("gate", "dt"):
-            starts[name] = start
-            start += mamba.groups * size
-    order = ("value", "key", "query", "gate", "dt") if is_projection else ("value", "key", "query")
-
-    def lay_out() -> Iterator[Span]:
-        for group in range(mamba.groups):
-            for name in order:
-                first = starts[name] + group * sizes[name]
-                yield Span(0, first, first + sizes[name])
-
-    return list(lay_out())
-
-
-PROJECTED = ShardingKind(0, partial(_spans, is_projection=True))
-CONVOLVED = ShardingKind(0, partial(_spans, is_projection=False))
-
-
 def mappings(config: HfConfig) -> list[ParamMapping]:
     config = _read_layers(config)
     mamba, attention, mlp, moe = (_layers_of(config, kind) for kind in MIXERS)
-    conv_bias = [("conv1d.bias", "self_attention.conv1d.bias", CONVOLVED, mamba)] if config["use_conv_bias"] else []
     latent_projections = ("fc1_latent_proj", "fc2_latent_proj") if config.get("moe_latent_size") else ()
-    rows = [
+    rows: list[tuple[str, str, ShardingKind, tuple[int, ...]]] = [
         ("norm.weight", "input_layernorm.weight", REPLICATED, mamba + attention),
         ("norm.weight", "pre_mlp_layernorm.weight", REPLICATED, mlp + moe),
-        ("mixer.in_proj.weight", "self_attention.in_proj.weight", PROJECTED, mamba),
-        ("mixer.conv1d.weight", "self_attention.conv1d.weight", CONVOLVED, mamba),
-        *((f"mixer.{hf}", *rest) for hf, *rest in conv_bias),
-        *((f"mixer.{name}", f"self_attention.{name}", COLUMN, mamba) for name in ("A_log", "D", "dt_bias")),
-        ("mixer.norm.weight", "self_attention.norm.weight", COLUMN, mamba),
-        ("mixer.out_proj.weight", "self_attention.out_proj.weight", ROW, mamba),
+        *(("mixer." + name, "self_attention." + name, kind, mamba) for name, kind in mamba_kinds(_read_mamba(config))),
         ("mixer.{part}_proj.weight", "self_attention.linear_qkv.weight", QKV, attention),
         ("mixer.o_proj.weight", "self_attention.linear_proj.weight", ROW, attention),
         ("mixer.up_proj.weight", "mlp.linear_fc1.weight", COLUMN, mlp),
@@ -146,7 +111,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
         ParamMapping("backbone.embeddings.weight", "embedding.word_embeddings.weight", VOCAB),
         ParamMapping("backbone.norm_f.weight", "decoder.final_layernorm.weight", REPLICATED),
         ParamMapping("lm_head.weight", "output_layer.weight", VOCAB),
-        *(ParamMapping("backbone.layers.{layer}." + hf, LAYER + mcore, *rest) for hf, mcore, *rest in rows),
+        *(ParamMapping("backbone.layers.{layer}." + hf, LAYER + mcore, kind, to) for hf, mcore, kind, to in rows),
         bias,
     ]
 

@@ -1,6 +1,7 @@
-"""Mamba-2 layers of Nemotron-H: a `self_attention` for layer specs.
+"""Mamba-2 layers of Nemotron-H and others: a `self_attention` for layer specs.
 
-A group is a key B and a query C, with the heads that have them: values x, time steps and gates. On a GPU with
+A group is a key B and a query C, with the heads that have them: values x, time steps and gates. A unit is a group or a
+piece of one (`Mamba.pieces`): some of its heads, and a part of the channels of its key and query. On a GPU with
 `mamba_ssm` installed, its kernel replaces the plain PyTorch of state_space.py.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -50,37 +52,46 @@ class Mamba2(GroupedMixer):
         **_,
     ):
         mamba: Mamba = config.architecture.mamba  # type: ignore[attr-defined]
-        heads = mamba.heads // mamba.groups  # per group
-        conv_dim = heads * mamba.head_dim + 2 * mamba.state_dim
+        heads, key_dim = mamba.heads // mamba.units, mamba.state_dim // mamba.pieces  # per unit
+        conv_dim = heads * mamba.head_dim + 2 * key_dim
         super().__init__(
             config,
             layer_number,
             in_proj,
             out_proj,
             pg_collection,
-            groups=mamba.groups,
-            noun="groups (n_groups) of this model's Mamba-2 layers",
+            groups=mamba.units,
+            noun="groups of this model's Mamba-2 layers" + " or pieces of them" * (mamba.pieces > 1),
             sections=(conv_dim, heads * mamba.head_dim, heads),
         )
-        self.mamba, self.heads = mamba, heads
+        self.mamba, self.heads, self.key_dim = mamba, heads, key_dim
+        for units in (self.groups, self.groups // self.cp_group.size()):
+            if units % mamba.pieces and mamba.pieces % units:
+                raise ValueError(
+                    f"--tensor_model_parallel_size {self.tp_group.size()} x --context_parallel_size "
+                    f"{self.cp_group.size()}: a rank would have {units} pieces of this model's Mamba-2 groups, which "
+                    f"have {mamba.pieces} each. Set powers of 2"
+                )
         self.conv1d = MixerWeight(config, self.groups * conv_dim, 1, mamba.kernel, split=True, bias=mamba.conv_bias)
         self.A_log, self.D, self.dt_bias = (make_parameter(config, self.groups * heads, split=True) for _ in range(3))
-        self.norm = MixerWeight(config, self.groups * heads * mamba.head_dim, split=True)
+        if mamba.has_norm:
+            self.norm = MixerWeight(config, self.groups * heads * mamba.head_dim, split=True)
 
     def _mix(self, convolved: Tensor, dt: Tensor, layout: DeltaLayout) -> Tensor:
-        """convolved [sequence, rows, groups, channels], dt [sequence, rows, groups, heads], of full documents
-        -> [sequence, rows, groups, heads, head dim]"""
-        sequence, rows, groups, _ = convolved.shape
+        """convolved [sequence, rows, units, channels], dt [sequence, rows, units, heads], of full documents
+        -> [sequence, rows, units, heads, head dim]"""
+        sequence, rows, units, _ = convolved.shape
+        groups = max(units // self.mamba.pieces, 1)
         weight, bias = self.conv1d(), self.conv1d.bias
-        weights = [self._local(weight, groups).flatten(0, 1), None if bias is None else self._local(bias, groups)]
-        a_log, skip, dt_bias = (self._local(x, groups).float() for x in (self.A_log, self.D, self.dt_bias))
+        weights = [self._local(weight, units).flatten(0, 1), None if bias is None else self._local(bias, units)]
+        a_log, skip, dt_bias = (self._local(x, units).float() for x in (self.A_log, self.D, self.dt_bias))
         dt = F.softplus(dt.float() + dt_bias).clamp(*self.mamba.dt_limits)
         arguments: tuple[Any, ...] = (
             convolved.flatten(0, 1).flatten(1),
-            dt.flatten(0, 1),
+            dt.reshape(sequence * rows, groups, -1),
             *weights,
-            -a_log.exp(),
-            skip,
+            -a_log.exp().view(groups, -1),
+            skip.view(groups, -1),
         )
         kernels = mamba_kernels(convolved.dtype, on_gpu=convolved.is_cuda, deterministic=self.config.deterministic_mode)
         if kernels == "mamba_ssm":
@@ -89,16 +100,32 @@ class Mamba2(GroupedMixer):
             # Recomputed in the backward pass: the intermediate tensors are many times larger than the inputs.
             output = checkpoint(self._run_torch, *arguments, layout, use_reentrant=False, preserve_rng_state=False)
         assert isinstance(output, Tensor)
-        return output.view(sequence, rows, groups, self.heads, self.mamba.head_dim)
+        return output.view(sequence, rows, units, self.heads, self.mamba.head_dim)
 
     def _convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, layout: DeltaLayout
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[tokens, groups * channels] -> value [tokens, groups, heads, head dim], key and query [..., state dim]"""
+        """[tokens, units * channels] -> value [tokens, groups, heads, head dim], key and query [..., state dim]
+
+        The groups are those of which this rank has heads.
+        """
         mamba, bias = self.mamba, None if bias is None else bias.flatten()
         mixed = causal_conv(x, weight, layout, bias).unflatten(-1, (-1, self.sections[0]))
-        value, key, query = mixed.split((self.heads * mamba.head_dim, mamba.state_dim, mamba.state_dim), dim=-1)
-        return value.unflatten(-1, (self.heads, mamba.head_dim)), key, query
+        value, *key_and_query = mixed.split((self.heads * mamba.head_dim, self.key_dim, self.key_dim), dim=-1)
+        groups = max(value.shape[1] // mamba.pieces, 1)
+        if value.shape[1] < mamba.pieces:
+            key_and_query = self._gather_group(torch.cat(key_and_query, dim=-1)).chunk(2, dim=-1)
+        key, query = (part.reshape(len(x), groups, mamba.state_dim) for part in key_and_query)
+        return value.reshape(len(x), groups, -1, mamba.head_dim), key, query
+
+    def _gather_group(self, x: Tensor) -> Tensor:
+        """Return all pieces of the group that this rank has some of: x [tokens, units, ...] -> [tokens, pieces, ...]"""
+        units = x.shape[1]
+        x = x.transpose(0, 1).contiguous()
+        for ranks in (self.cp_group, self.tp_group):
+            x = gather_from_sequence_parallel_region(x, group=ranks)
+        first = (self.tp_group.rank() * self.cp_group.size() + self.cp_group.rank()) * units
+        return x.unflatten(0, (-1, self.mamba.pieces))[first // self.mamba.pieces].transpose(0, 1)
 
     def _run_torch(
         self,
@@ -110,7 +137,7 @@ class Mamba2(GroupedMixer):
         skip: Tensor,
         layout: DeltaLayout,
     ) -> Tensor:
-        """Return [tokens, groups, heads, head dim]. x [tokens, groups * channels]; rates a and skip [groups, heads]."""
+        """Return [tokens, groups, heads, head dim]. x [tokens, units * channels]; rates a and skip [groups, heads]."""
         value, key, query = self._convolve(x, weight, bias, layout)
         return state_space(value, key, query, dt, dt * rates, layout) + (skip.unsqueeze(-1) * value).to(value.dtype)
 
@@ -153,5 +180,20 @@ class Mamba2(GroupedMixer):
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """Norm each group's heads together."""
         gated = (x.float() * F.silu(gate.float())).flatten(-2)
-        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.config.layernorm_epsilon)
+        if not self.mamba.has_norm:
+            return gated.to(x.dtype)
+        if self.mamba.pieces == 1:
+            normed = F.rms_norm(gated, gated.shape[-1:], eps=self.config.layernorm_epsilon)
+        else:
+            mean = self._group_mean(gated.square().mean(-1))
+            normed = gated * (mean + self.config.layernorm_epsilon).rsqrt().unsqueeze(-1)
         return self.norm().view(self.groups, -1) * normed.to(x.dtype)
+
+    def _group_mean(self, x: Tensor) -> Tensor:
+        """Return for each unit the mean of its group's pieces: x [sequence, rows, units] -> the same shape."""
+        units, first = x.shape[-1], 0
+        if units % self.mamba.pieces:
+            x = gather_from_sequence_parallel_region(x.movedim(-1, 0).contiguous(), group=self.tp_group).movedim(0, -1)
+            first = self.tp_group.rank() * units
+        mean = x.unflatten(-1, (-1, self.mamba.pieces)).mean(-1)
+        return mean.repeat_interleave(self.mamba.pieces, dim=-1).narrow(-1, first, units)

@@ -214,7 +214,7 @@ def _unadapted_reason(matrix: _Matrix, architecture: Architecture) -> str:
     if matrix.key.expert is not None and not architecture.transformer["gated_linear_unit"]:
         return "is of an expert without a gate, which takes no adapters in this version"
     if architecture.mamba and matrix.leaf == "out_proj":
-        return "is the last matrix of a Mamba-2 layer, which kernels compute without adapters: PEFT refuses it too"
+        return "is the last matrix of a Mamba-2 layer, which transformers' kernels compute without adapters"
     return ""
 
 

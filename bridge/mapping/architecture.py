@@ -85,6 +85,15 @@ class Mamba(NamedTuple):
     kernel: int  # tokens of the convolution
     conv_bias: bool
     dt_limits: tuple[float, float]  # bounds of a time step
+    # Parts of a group that ranks can have: each has some of its heads, and a part of its key and query, which ranks
+    # with the same group gather.
+    pieces: int = 1
+    has_norm: bool = True  # a norm over each group's gated output
+
+    @property
+    def units(self) -> int:
+        """Return the number of pieces of all groups, which TP x CP divides."""
+        return self.groups * self.pieces
 
 
 class Projector(NamedTuple):

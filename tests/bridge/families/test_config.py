@@ -66,7 +66,8 @@ def test_missing_keys_take_the_defaults_of_transformers(family):
     wide = "intermediate_size_mlp" if family.name == "llama4_text" else "intermediate_size"
     if getattr(config, wide, None):
         assert given["ffn_hidden_size"] == getattr(config, wide)
-    ropes = getattr(config, "rope_parameters", None) or {}
+    has_rope = getattr(config, "position_embedding_type", "rope") is not None  # Granite 4
+    ropes = (getattr(config, "rope_parameters", None) or {}) if has_rope else {}
     named = [ropes[kind] for kind in ("full_attention", "sliding_attention") if kind in ropes] or [ropes] * bool(ropes)
     assert [rope.base for rope in about.ropes] == [rope["rope_theta"] for rope in named]
     if not given.get("multi_latent_attention"):
@@ -211,6 +212,9 @@ def test_which_layers_have_experts(step, dense):
         ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 True; this family is supported with False only"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "layer_types .*'X'.*: set one for each of the 3 layers"),
         ("nemotron_h", {"n_groups": 5}, "mamba_num_heads 128 and n_groups 5: the second must divide"),
+        ("granitemoehybrid", {"mamba_n_groups": 2}, "mamba_n_groups 2; this family is supported with 1 only"),
+        ("granitemoehybrid", {"mamba_n_heads": 100}, "mamba_n_heads 100 of mamba_d_head 81 in mamba_n_groups 1: the"),
+        ("granitemoehybrid", {"layer_types": ["mamba"]}, "linear_attention.*: set one for each of the 32 layers"),
         ("ministral3", {"rope_theta": 1e4}, "rope_theta 10000.0 and no rope_parameters: transformers' class then"),
         ("ministral3", {"rope_parameters": {"rope_theta": 1e6}}, "without llama_4_scaling_beta or original_max_pos"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' and no layer_types"),

@@ -15,8 +15,8 @@ from megaswift.bridge.mapping.param_mapping import expand_mappings
 from tests.bridge.families import tinies
 
 # transformers has linear layers for them; all-linear is without routers, and a gate of a single row is too low a rank.
-# No loss reaches an indexer, and PEFT refuses the output of Mamba-2 layers.
-WITHOUT = re.compile(r".+\.(shared_expert_gate|router|indexer\.\w+|mixer\.out_proj)")
+# No loss reaches an indexer, and transformers' kernels compute the output of Mamba-2 layers without adapters.
+WITHOUT = re.compile(r".+\.(shared_expert_gate|router|indexer\.\w+|(mixer|mamba)\.out_proj)")
 PLAIN = LoraSettings(4, 8.0, None, "none", None, False, False, ("all-linear",), None, ())
 FAMILIES = sorted(
     name for name, tiny in tinies().items() if " " not in name and not (tiny.files or tiny.raw or tiny.model)
@@ -100,7 +100,11 @@ def test_mla_and_routers_have_names_too():
         ("qwen3_moe", {"dora": True}, "--use_dora true"),
         ("gpt_oss", {"targets": ("experts.down_proj",)}, "all experts in one tensor"),
         ("nemotron_h", {"targets": ("experts.1.down_proj",)}, "of an expert without a gate"),
-        ("nemotron_h", {"targets": ("out_proj",)}, "PEFT refuses it too: leave it out of --target_modules"),
+        (
+            "nemotron_h",
+            {"targets": ("out_proj",)},
+            "which transformers' kernels compute without adapters: leave it out of --target_modules",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(family, changes, words):
