@@ -15,6 +15,7 @@ from . import (
     ernie4_5_moe,
     exaone4,
     exaone_moe,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3_text,
@@ -83,7 +84,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
         glm4v_text, glm4v_moe_text, qwen3_asr, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
         deepseek_v32, glm_moe_dsa, nemotron_h, mistral4, llava_onevision, qwen3_omni_moe_text,
-        qwen2_5_omni_text, phimoe, ovis2, minimax, granitemoehybrid,
+        qwen2_5_omni_text, phimoe, ovis2, minimax, granitemoehybrid, falcon_h1,
     )
 )  # fmt: skip
 

@@ -41,8 +41,9 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
   training of DeepSeek-V3.2, add `--freeze_parameters_ratio 1 --trainable_parameters_regex indexer`: attention is dense
   for documents with no more than `index_topk` tokens, which config.json may raise;
 - the layers of a GLM-5 that attend to the keys of an earlier layer are in one pipeline stage with it;
-- the groups of Mamba-2 layers divide by TP x CP too, and of Granite 4, which has one, eighths of it; on GPUs their
-  kernel is that of mamba-ssm where it is installed (`pip install --no-build-isolation mamba-ssm`);
+- the groups of Mamba-2 layers divide by TP x CP too, and of Granite 4 and Falcon-H1, which have one or two, eighths of
+  them; on GPUs their kernel is that of mamba-ssm where it is installed
+  (`pip install --no-build-isolation mamba-ssm`);
 - the heads of lightning attention divide by TP x CP; it runs in plain PyTorch on GPUs too;
 - layers whose residual is a norm's output (minimax) keep the outputs of their norms under
   `--recompute_modules layernorm`;
@@ -138,7 +139,7 @@ def page() -> str:
 def _line(family: Family) -> str:
     architecture = family.describe({"architectures": list(family.architectures)} | DEFAULTS)
     arguments, layers = architecture.transformer, architecture.layers
-    attention = [layer for layer in layers if layer.mixer == "attention"]
+    attention = [layer for layer in layers if layer.has_attention]
     is_latent, has_experts = arguments.get("multi_latent_attention"), "num_moe_experts" in arguments
     scales = {architecture.embedding_scale, architecture.residual_scale, architecture.logits_scale}
     features = {
@@ -157,6 +158,7 @@ def _line(family: Family) -> str:
         "norms after each part": architecture.post_norms and architecture.pre_norms,
         "norms only after each part": architecture.post_norms and not architecture.pre_norms,
         "attention and MLP in parallel": architecture.parallel_block,
+        "attention and Mamba-2 in parallel": any(layer.mixer == "attention_and_mamba" for layer in layers),
         "multipliers": scales != {1.0},
         "experts": has_experts,
         "a shared expert": arguments.get("moe_shared_expert_intermediate_size"),

@@ -85,7 +85,8 @@ class GroupedMixer(MegatronModule):
         assert layout is not None
         projected, _ = self.in_proj(hidden_states)
         length, rows, _ = projected.shape
-        convolved, gate, *inputs = projected.view(length, rows, self.groups, -1).split(self.sections, dim=-1)
+        sections = self._scale(projected.view(length, rows, self.groups, -1))
+        convolved, gate, *inputs = sections.split(self.sections, dim=-1)
         if self.cp_group.size() > 1:
             sizes = self.sections[:1] + self.sections[2:]
             exchanged = self._to_heads(torch.cat((convolved, *inputs), dim=-1), layout)
@@ -95,6 +96,10 @@ class GroupedMixer(MegatronModule):
             output = self._to_positions(output, layout)
         output, bias = self.out_proj(self._gated_norm(output, gate.reshape(output.shape)).view(length, rows, -1))
         return output, bias
+
+    def _scale(self, projected: Tensor) -> Tensor:
+        """Return what is projected, [sequence, rows, groups, channels of a group], times factors that there may be."""
+        return projected
 
     def _mix(self, *inputs: Any) -> Tensor:
         """Mix the tokens of full documents: inputs [sequence, rows, groups, ...] of each section but the gate's.

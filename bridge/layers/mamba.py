@@ -41,6 +41,8 @@ def _scan_kernel() -> Callable:
 class Mamba2(GroupedMixer):
     """Mamba-2 layer, with the arguments of `GroupedMixer`."""
 
+    multipliers: Tensor  # if the model has them
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -76,6 +78,16 @@ class Mamba2(GroupedMixer):
         self.A_log, self.D, self.dt_bias = (make_parameter(config, self.groups * heads, split=True) for _ in range(3))
         if mamba.has_norm:
             self.norm = MixerWeight(config, self.groups * heads * mamba.head_dim, split=True)
+
+        if mamba.multipliers:
+            gate, value, key, query, dt = mamba.multipliers
+            values = [value] * heads * mamba.head_dim
+            factors = [*values, *[key] * key_dim, *[query] * key_dim, *[gate] * len(values), *[dt] * heads]
+            vector = torch.tensor(factors, dtype=config.params_dtype, device=self.A_log.device)
+            self.register_buffer("multipliers", vector, persistent=False)
+
+    def _scale(self, projected: Tensor) -> Tensor:
+        return projected * self.multipliers if self.mamba.multipliers else projected
 
     def _mix(self, convolved: Tensor, dt: Tensor, layout: DeltaLayout) -> Tensor:
         """convolved [sequence, rows, units, channels], dt [sequence, rows, units, heads], of full documents

@@ -32,7 +32,7 @@ from .mla import LatentAttention, LatentAttentionSubmodules
 from .mlp import XIELU, RecomputedMLP, SwiGLU
 from .moe import ExpertLayer
 from .norm import Norm, NormBuilder, WideNorm
-from .parallel_block import ParallelLayer
+from .parallel_block import ParallelLayer, ParallelMixers
 from .residual import NormedResidualLayer, ResidualAdd, ScaledLayer
 from .router import Router
 from .self_attention import FusedSelfAttention, LayerSelfAttention, heads_config, supports_fused_heads
@@ -111,6 +111,8 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
     norm_input = separate_norm
     if architecture.parallel_block:  # two linears follow the norm, so it is separate
         norm_input, norm_column, separate_norm = branch_norm, column, IdentityOp
+    if layer.mixer == "attention_and_mamba":
+        norm_input, norm_column = branch_norm, column
     if layer.factors:  # the norm's output is the residual
         norm_input, norm_column, separate_norm, branch_norm = norm, column, norm, norm
     # megatron-core has one setting for the biases of all these linears; here each has its own.
@@ -118,8 +120,9 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
     fc1, fc2 = (_with_bias(linear, architecture.mlp_bias) for linear in (norm_column, row))
     q_norm, k_norm = _head_norms(config, norm)
     scale = architecture.residual_scale
-    mixer_scale, mlp_scale = (layer.factors.mixer_output, layer.factors.mlp_output) if layer.factors else (scale, scale)
-    add_mixer, add_mlp = (_residual_add(config, norm, each) for each in (mixer_scale, mlp_scale))
+    scales = scale, scale * architecture.mlp_scale
+    scales = (layer.factors.mixer_output, layer.factors.mlp_output) if layer.factors else scales
+    add_mixer, add_mlp = (_residual_add(config, norm, each) for each in scales)
     heads = heads_config(config, layer)
     attention = ModuleSpec(
         module=FusedSelfAttention if layer.has_values and supports_fused_heads(heads) else LayerSelfAttention,
@@ -141,6 +144,9 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
         attention = ModuleSpec(module=GatedDeltaNet, params={"in_proj": norm_column, "out_proj": row})
     elif layer.mixer == "mamba":
         attention = ModuleSpec(module=Mamba2, params={"in_proj": norm_column, "out_proj": row})
+    elif layer.mixer == "attention_and_mamba":
+        mamba = ModuleSpec(module=Mamba2, params={"in_proj": column, "out_proj": row})
+        attention = ModuleSpec(module=ParallelMixers, params={"attention": attention, "mamba": mamba})
     elif layer.mixer == "lightning_attention":
         attention = ModuleSpec(module=LightningAttention, params={"in_proj": norm_column, "out_proj": row})
     if moe:

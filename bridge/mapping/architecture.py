@@ -32,7 +32,8 @@ class ResidualFactors(NamedTuple):
 class Layer:
     """Token mixer of one layer, and whether an MLP or experts follow it."""
 
-    mixer: str = "attention"  # or "gated_delta_net", "lightning_attention", "mamba", "none"
+    # Or "gated_delta_net", "lightning_attention", "mamba", "attention_and_mamba" (of the same input), "none".
+    mixer: str = "attention"
     has_mlp: bool = True
     rope: int | None = 0  # index into Architecture.ropes; None: no position embedding
     window: int | None = None  # a query attends to itself and the `window - 1` keys before it
@@ -41,6 +42,10 @@ class Layer:
     groups: int | None = None  # key heads; None: num_query_groups
     has_values: bool = True  # a projection of their own; else values are the keys before norm and rope
     factors: ResidualFactors | None = None  # None: x + part(norm(x)), as `residual_scale` has it
+
+    @property
+    def has_attention(self) -> bool:
+        return self.mixer in ("attention", "attention_and_mamba")
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ class Mamba(NamedTuple):
     # with the same group gather.
     pieces: int = 1
     has_norm: bool = True  # a norm over each group's gated output
+    # Factors on the projected gates, values, keys, queries and time steps.
+    multipliers: tuple[float, ...] | None = None
 
     @property
     def units(self) -> int:
@@ -218,6 +225,9 @@ class Architecture:
     layer_scalar: bool = False  # each layer's output is multiplied by a number of the checkpoint
     embedding_scale: float = 1.0  # factor on the embedding's output, in the model's dtype
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP
+    mixer_scales: tuple[float, float] = (1.0, 1.0)  # of attention and of Mamba-2, in layers with both
+    gate_scale: float = 1.0  # factor on the gates of dense MLPs
+    mlp_scale: float = 1.0  # factor on the outputs of MLPs
     logits_scale: float = 1.0  # divisor of the logits
     logits_bias: bool = False  # the output layer has a bias
     logits_cap: float | None = None  # logits x become cap * tanh(x / cap), before any division

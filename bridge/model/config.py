@@ -1,6 +1,7 @@
 """Translation of architecture and options into megatron-core's TransformerConfig."""
 
 import functools
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -47,7 +48,7 @@ def transformer_config(
         last_stage = None  # follows from the first; with VPP megatron-core would divide by the stages between them
     settings: TransformerArgs = {
         **architecture.transformer,
-        "activation_func": ACTIVATIONS[architecture.transformer["activation_func"]],
+        "activation_func": _activation(architecture),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -79,7 +80,8 @@ def transformer_config(
         # megatron-core's fused GELU is the tanh approximation.
         "bias_activation_fusion": options.bias_activation_fusion
         and on_gpu
-        and architecture.transformer["activation_func"] == "silu",
+        and architecture.transformer["activation_func"] == "silu"
+        and architecture.gate_scale == 1.0,
         # Transformer Engine's kernel, for heads that ours (kernels/qkv.py) does not support.
         "apply_rope_fusion": options.apply_rope_fusion and kernels.attention == "transformer_engine",
         "gradient_accumulation_fusion": False,  # see layers/spec.py
@@ -119,6 +121,15 @@ def transformer_config(
     is_fused = config.bias_activation_fusion and config.gated_linear_unit
     config.use_te_activation_func = is_fused or config.activation_func is XIELU
     return config
+
+
+def _activation(architecture: Architecture) -> Callable[[torch.Tensor], torch.Tensor]:
+    activation, scale = ACTIVATIONS[architecture.transformer["activation_func"]], architecture.gate_scale
+    return activation if scale == 1.0 else functools.partial(_scaled, activation, scale)
+
+
+def _scaled(activation: Callable[[torch.Tensor], torch.Tensor], scale: float, gate: torch.Tensor) -> torch.Tensor:
+    return activation(gate * scale)
 
 
 def _check_selections(sparse: SparseAttention, layer_counts: list[int]) -> None:

@@ -96,7 +96,7 @@ class Flops:
             return hidden * width * dim, 4 * heads * dim
 
         layers: tuple[Layer, ...] = sizes.architecture.layers  # type: ignore[attr-defined]
-        attention_layers = [layer for layer in layers if layer.mixer == "attention"]
+        attention_layers = [layer for layer in layers if layer.has_attention]
         attention, _ = attention_of(Layer())
         matrices = 3 if sizes.gated_linear_unit else 2
         dense_ffn = sizes.ffn_hidden_size or 4 * hidden
@@ -112,6 +112,7 @@ class Flops:
         mixers = {"attention": lambda layer: attention_of(layer)[0], "none": lambda layer: 0}
         mixers |= {"gated_delta_net": lambda layer: _delta_net(sizes), "mamba": lambda layer: _mamba(sizes)}
         mixers |= {"lightning_attention": lambda layer: _lightning(sizes)}
+        mixers |= {"attention_and_mamba": lambda layer: attention_of(layer)[0] + _mamba(sizes)}
         parameters = sum(mixers[layer.mixer](layer) for layer in layers)
         parameters += sum(
             sparse if has_experts else dense

@@ -241,13 +241,14 @@ def _mixer_values(config: TransformerConfig, layer: Layer) -> int:
     if layer.mixer == "lightning_attention":
         # Its norm's input and output, what is projected, and attention's output, before and after its norm.
         return 2 * config.hidden_size + 6 * _head_values(config)[1]
-    if layer.mixer != "mamba":
+    attention = _attention_values(config) if layer.has_attention else 0
+    if layer.mixer in ("attention", "gated_delta_net"):
         return _attention_values(config)
     mamba = config.architecture.mamba  # type: ignore[attr-defined]
     values = mamba.heads * mamba.head_dim
     # Its norm's input and output, what is projected, before and after the convolution, and the gated output.
     projected = 2 * values + 2 * mamba.groups * mamba.state_dim + mamba.heads
-    return 2 * config.hidden_size + 2 * projected + 2 * values
+    return (attention or 2 * config.hidden_size) + 2 * projected + 2 * values
 
 
 def _attention_values(config: TransformerConfig) -> int:

@@ -49,7 +49,7 @@ def _matrix(model: Model, name: str, parameter: Any, *, split_qkv: bool) -> Matr
     group = model.groups.expt_tp if ".experts." in name else model.groups.tp
     dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
     heads: tuple[int, ...] = ()
-    if split_qkv and name.endswith("self_attention.linear_qkv.weight"):
+    if split_qkv and name.endswith(("self_attention.linear_qkv.weight", "self_attention.attention.linear_qkv.weight")):
         if any(layer.head_dim or layer.groups for layer in model.architecture.layers):
             raise ValueError(
                 "--muon_split_qkv true: this model's layers have heads of different sizes. Set it to false"

@@ -110,14 +110,14 @@ def of(names: Iterable[str], about: Architecture) -> dict[str, Fault]:
     for one, other in (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")):
         if one in text and other in text:
             found[f"{one} and {other} swapped"] = swapped(f"{one}.", f"{other}.")
-    if any(layer.rope is not None and layer.mixer == "attention" for layer in about.layers):
+    if any(layer.rope is not None and layer.has_attention for layer in about.layers):
         found |= {"rope interleaved": rope_interleaved(), "rope slower": rope_slower()}
-    if any(layer.mixer == "attention" for layer in about.layers):
+    if any(layer.has_attention for layer in about.layers):
         found["softmax scale"] = softmax_scaled()
     for name in ("window", "chunk"):
         if limits := {getattr(layer, name) for layer in about.layers} - {None}:
             found[f"{name} one longer"] = layers_changed(**{name: min(limits) + 1})
-    for name in ("embedding_scale", "residual_scale", "logits_scale"):
+    for name in ("embedding_scale", "residual_scale", "logits_scale", "gate_scale", "mlp_scale"):
         if getattr(about, name) != 1.0:
             found[f"no {name}"] = changed(**{name: 1.0})
     if re.search(r"experts\.1\.", text):

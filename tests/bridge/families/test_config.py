@@ -212,6 +212,8 @@ def test_which_layers_have_experts(step, dense):
         ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 True; this family is supported with False only"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "layer_types .*'X'.*: set one for each of the 3 layers"),
         ("nemotron_h", {"n_groups": 5}, "mamba_num_heads 128 and n_groups 5: the second must divide"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias True; this family is supported with False only"),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_rms_norm and mamba_norm_before_gate, which its kernels ignore"),
         ("granitemoehybrid", {"mamba_n_groups": 2}, "mamba_n_groups 2; this family is supported with 1 only"),
         ("granitemoehybrid", {"mamba_n_heads": 100}, "mamba_n_heads 100 of mamba_d_head 81 in mamba_n_groups 1: the"),
         ("granitemoehybrid", {"layer_types": ["mamba"]}, "linear_attention.*: set one for each of the 32 layers"),

@@ -31,6 +31,7 @@ from tests.tiny_kimi_k25 import name_on_the_hub
 def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
     """The shape of megatron-core's whole tensor `name`, from the architecture alone."""
     of, (name, kind) = about.transformer, name.rsplit(".", 1)
+    is_mamba = layer.mixer == "mamba" or ".mamba." in name
     last = name.rsplit(".", 1)[-1]
     hidden, heads, head = of["hidden_size"], of["num_attention_heads"], layer.head_dim or of["kv_channels"]
     groups = layer.groups or of["num_query_groups"]
@@ -70,7 +71,7 @@ def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
         "router": (of.get("num_moe_experts"), hidden),
         "eh_proj": (hidden, 2 * hidden),
         **indexer_sizes(about),
-        **(mamba_sizes(about) if layer.mixer == "mamba" else {}),
+        **(mamba_sizes(about) if is_mamba else {}),
         **(lightning_sizes(heads * head, hidden) if layer.mixer == "lightning_attention" else {}),
     }.get(last)
     if kind == "expert_bias" and about.routing and about.routing.choice_bias:

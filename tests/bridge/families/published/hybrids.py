@@ -1,4 +1,4 @@
-"""Granite 4."""
+"""Granite 4 and Falcon-H1, of which the factors of the larger ones are left out."""
 
 from typing import Any
 
@@ -32,7 +32,94 @@ def _granite(**changes: Any) -> dict[str, Any]:
     }
 
 
+def _falcon(**changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["FalconH1ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "mamba_chunk_size": 128,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_norm_before_gate": False,
+        "mamba_proj_bias": False,
+        "mamba_rms_norm": False,
+        "max_position_embeddings": 262144,
+        "mlp_bias": False,
+        "model_type": "falcon_h1",
+        "projectors_bias": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 100000000000.0,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
 MODELS = {
+    "Falcon-H1-0.5B-Instruct": Published(
+        "falcon_h1",
+        "521411104",
+        _falcon(
+            attention_in_multiplier=1.0,
+            attention_out_multiplier=0.9375,
+            embedding_multiplier=5.656854249492381,
+            head_dim=64,
+            hidden_size=1024,
+            intermediate_size=2048,
+            key_multiplier=0.390625,
+            lm_head_multiplier=0.0390625,
+            mamba_d_head=64,
+            mamba_d_ssm=1536,
+            mamba_d_state=128,
+            mamba_n_heads=24,
+            max_position_embeddings=16384,
+            mlp_multipliers=[0.8838834764831844, 0.5859375],
+            num_attention_heads=8,
+            num_hidden_layers=36,
+            num_key_value_heads=2,
+            ssm_in_multiplier=1.25,
+            ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+            ssm_out_multiplier=0.23570226039551587,
+            vocab_size=32784,
+        ),
+    ),
+    "Falcon-H1-7B-Instruct": Published(
+        "falcon_h1",
+        "7.59",
+        _falcon(
+            head_dim=128,
+            hidden_size=3072,
+            intermediate_size=12288,
+            mamba_d_head=128,
+            mamba_d_ssm=3072,
+            mamba_d_state=256,
+            mamba_n_heads=24,
+            num_attention_heads=12,
+            num_hidden_layers=44,
+            num_key_value_heads=2,
+            vocab_size=130048,
+        ),
+    ),
+    "Falcon-H1-34B-Instruct": Published(
+        "falcon_h1",
+        "33.6",
+        _falcon(
+            head_dim=128,
+            hidden_size=5120,
+            intermediate_size=21504,
+            mamba_d_head=128,
+            mamba_d_ssm=4096,
+            mamba_d_state=256,
+            mamba_n_groups=2,
+            mamba_n_heads=32,
+            mamba_rms_norm=True,
+            num_attention_heads=20,
+            num_hidden_layers=72,
+            num_key_value_heads=4,
+            vocab_size=261120,
+        ),
+    ),
     "granite-4.0-h-tiny": Published(
         "granitemoehybrid",
         "6939037248",
