@@ -36,6 +36,8 @@ from . import (
     hunyuan_v1_dense,
     hunyuan_v1_moe,
     hy_v3,
+    lfm2,
+    lfm2_moe,
     llama,
     llama4_text,
     llava_onevision,
@@ -84,7 +86,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
         glm4v_text, glm4v_moe_text, qwen3_asr, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
         deepseek_v32, glm_moe_dsa, nemotron_h, mistral4, llava_onevision, qwen3_omni_moe_text,
-        qwen2_5_omni_text, phimoe, ovis2, minimax, granitemoehybrid, falcon_h1,
+        qwen2_5_omni_text, phimoe, ovis2, minimax, granitemoehybrid, falcon_h1, lfm2, lfm2_moe,
     )
 )  # fmt: skip
 

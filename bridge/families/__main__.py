@@ -44,6 +44,7 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
 - the groups of Mamba-2 layers divide by TP x CP too, and of Granite 4 and Falcon-H1, which have one or two, eighths of
   them; on GPUs their kernel is that of mamba-ssm where it is installed
   (`pip install --no-build-isolation mamba-ssm`);
+- the channels of short convolutions divide by TP x CP, in 16 groups;
 - the heads of lightning attention divide by TP x CP; it runs in plain PyTorch on GPUs too;
 - layers whose residual is a norm's output (minimax) keep the outputs of their norms under
   `--recompute_modules layernorm`;
@@ -129,6 +130,14 @@ DEFAULTS = {
 }
 
 
+# What all published models of a family set, where transformers' default is another kind of model.
+SHOWN = {
+    "lfm2": {"full_attn_idxs": [2]},
+    "lfm2_moe": {"full_attn_idxs": [2]},
+    "granitemoehybrid": {"layer_types": ["mamba"] * 31 + ["attention"]},
+}
+
+
 def page() -> str:
     """Return the text of docs/models.md."""
     classifiers = ", ".join(family.name for family in FAMILIES if family.name in classifier_architectures())
@@ -137,7 +146,9 @@ def page() -> str:
 
 
 def _line(family: Family) -> str:
-    architecture = family.describe({"architectures": list(family.architectures)} | DEFAULTS)
+    architecture = family.describe(
+        {"architectures": list(family.architectures)} | DEFAULTS | SHOWN.get(family.name, {})
+    )
     arguments, layers = architecture.transformer, architecture.layers
     attention = [layer for layer in layers if layer.has_attention]
     is_latent, has_experts = arguments.get("multi_latent_attention"), "num_moe_experts" in arguments
@@ -146,6 +157,7 @@ def _line(family: Family) -> str:
         "gated delta nets": any(layer.mixer == "gated_delta_net" for layer in layers),
         "lightning attention": any(layer.mixer == "lightning_attention" for layer in layers),
         "Mamba-2": architecture.mamba,
+        "short convolutions": architecture.short_conv,
         "latent attention (MLA)": is_latent,
         "a lightning indexer": architecture.sparse,
         "attention": not is_latent,

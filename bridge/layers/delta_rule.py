@@ -165,13 +165,16 @@ def future_mask(device: torch.device) -> Tensor:
     return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu(1)
 
 
-def causal_conv(x: Tensor, weight: Tensor, layout: DeltaLayout, bias: Tensor | None = None) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, layout: DeltaLayout, bias: Tensor | None = None, *, is_activated: bool = True
+) -> Tensor:
     """Return silu of each channel's causal convolution within documents, in the shape of x.
 
-    x [tokens, channels], weight [channels, 1, kernel], bias [channels]
+    x [tokens, channels], weight [channels, 1, kernel], bias [channels]; without silu unless `is_activated`
     """
     padding = weight.shape[-1] - 1
     padded = x.new_zeros(layout.conv_length, x.shape[1]).index_copy(0, layout.conv_slots, x)
     bias = None if bias is None else bias.to(x.dtype)
     convolved = F.conv1d(padded.t().unsqueeze(0), weight.to(x.dtype), bias, groups=x.shape[1])
-    return F.silu(convolved.squeeze(0).t().index_select(0, layout.conv_slots - padding))
+    convolved = convolved.squeeze(0).t().index_select(0, layout.conv_slots - padding)
+    return F.silu(convolved) if is_activated else convolved

@@ -36,6 +36,7 @@ from .parallel_block import ParallelLayer, ParallelMixers
 from .residual import NormedResidualLayer, ResidualAdd, ScaledLayer
 from .router import Router
 from .self_attention import FusedSelfAttention, LayerSelfAttention, heads_config, supports_fused_heads
+from .short_conv import ShortConv
 from .sparse_attention import SparseLatentAttention
 
 
@@ -149,6 +150,8 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
         attention = ModuleSpec(module=ParallelMixers, params={"attention": attention, "mamba": mamba})
     elif layer.mixer == "lightning_attention":
         attention = ModuleSpec(module=LightningAttention, params={"in_proj": norm_column, "out_proj": row})
+    elif layer.mixer == "short_conv":
+        attention = ModuleSpec(module=ShortConv, params={"in_proj": norm_column, "out_proj": row})
     if moe:
         shared = partial(SharedExperts, submodules=MLPSubmodules(column, row, SwiGLU))
         mlp = partial(

@@ -32,7 +32,8 @@ class ResidualFactors(NamedTuple):
 class Layer:
     """Token mixer of one layer, and whether an MLP or experts follow it."""
 
-    # Or "gated_delta_net", "lightning_attention", "mamba", "attention_and_mamba" (of the same input), "none".
+    # Or "gated_delta_net", "lightning_attention", "mamba", "attention_and_mamba" (of the same input), "short_conv",
+    # "none".
     mixer: str = "attention"
     has_mlp: bool = True
     rope: int | None = 0  # index into Architecture.ropes; None: no position embedding
@@ -101,6 +102,13 @@ class Mamba(NamedTuple):
     def units(self) -> int:
         """Return the number of pieces of all groups, which TP x CP divides."""
         return self.groups * self.pieces
+
+
+class ShortConvolution(NamedTuple):
+    """Gated short convolutions; see layers/short_conv.py."""
+
+    kernel: int  # tokens that they see
+    groups: int  # equal groups of channels, which TP x CP divides
 
 
 class Projector(NamedTuple):
@@ -245,6 +253,7 @@ class Architecture:
     value_norm: bool = False  # values of each head are divided by their root mean square
     query_growth: QueryGrowth | None = None
     mamba: Mamba | None = None  # sizes of the layers with this mixer
+    short_conv: ShortConvolution | None = None  # likewise
     sparse: SparseAttention | None = None  # requires multi_latent_attention
     expert_bias: bool = False  # biases of both linear layers of each expert
     expert_latent: int | None = None  # width of the experts' inputs and outputs; None: that of the layer
@@ -261,8 +270,8 @@ class Architecture:
     def convolution(self) -> int | None:
         """Number of tokens that the convolutions of layers with a state see: 1 for none; None without such layers."""
         mixers = {layer.mixer for layer in self.layers}
-        if self.mamba:
-            return self.mamba.kernel
+        if sized := self.mamba or self.short_conv:
+            return sized.kernel
         if "gated_delta_net" in mixers:
             return self.transformer["linear_conv_kernel_dim"]
         return 1 if "lightning_attention" in mixers else None

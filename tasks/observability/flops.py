@@ -112,6 +112,7 @@ class Flops:
         mixers = {"attention": lambda layer: attention_of(layer)[0], "none": lambda layer: 0}
         mixers |= {"gated_delta_net": lambda layer: _delta_net(sizes), "mamba": lambda layer: _mamba(sizes)}
         mixers |= {"lightning_attention": lambda layer: _lightning(sizes)}
+        mixers |= {"short_conv": lambda layer: 4 * hidden * hidden}
         mixers |= {"attention_and_mamba": lambda layer: attention_of(layer)[0] + _mamba(sizes)}
         parameters = sum(mixers[layer.mixer](layer) for layer in layers)
         parameters += sum(

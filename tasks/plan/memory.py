@@ -241,6 +241,9 @@ def _mixer_values(config: TransformerConfig, layer: Layer) -> int:
     if layer.mixer == "lightning_attention":
         # Its norm's input and output, what is projected, and attention's output, before and after its norm.
         return 2 * config.hidden_size + 6 * _head_values(config)[1]
+    if layer.mixer == "short_conv":
+        # Its norm's input and output, what is projected, before and after the convolution, and the gated output.
+        return 8 * config.hidden_size
     attention = _attention_values(config) if layer.has_attention else 0
     if layer.mixer in ("attention", "gated_delta_net"):
         return _attention_values(config)

@@ -57,7 +57,7 @@ def leaking(name: str, *fields: str) -> Fault:
     def leak(module, args, kwargs):
         documents = copy(kwargs["packed_seq_params"])
         places = documents.delta_layout.slots
-        kernel = module.conv1d.weight.shape[-1] if hasattr(module, "conv1d") else 1
+        kernel = module.config.architecture.convolution
         whole = make_delta_layout([0, len(places)], 1, 1, kernel, places.device)
         documents.delta_layout = replace(documents.delta_layout, **{field: getattr(whole, field) for field in fields})
         return args, kwargs | {"packed_seq_params": documents}

@@ -22,6 +22,7 @@ from tests.bridge.families.published import MODELS
 ASKED = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "lfm2": {"block_auto_adjust_ff_dim": False},  # else the width is not intermediate_size
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
 }
 # The config whose tie_word_embeddings counts, where it is not the text model's own.
@@ -212,6 +213,8 @@ def test_which_layers_have_experts(step, dense):
         ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 True; this family is supported with False only"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "layer_types .*'X'.*: set one for each of the 3 layers"),
         ("nemotron_h", {"n_groups": 5}, "mamba_num_heads 128 and n_groups 5: the second must divide"),
+        ("lfm2", {"conv_bias": True}, "conv_bias True; this family is supported with False only"),
+        ("lfm2_moe", {"layer_types": ["conv"]}, "'conv'.*: set one for each of the 32 layers"),
         ("falcon_h1", {"projectors_bias": True}, "projectors_bias True; this family is supported with False only"),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_rms_norm and mamba_norm_before_gate, which its kernels ignore"),
         ("granitemoehybrid", {"mamba_n_groups": 2}, "mamba_n_groups 2; this family is supported with 1 only"),

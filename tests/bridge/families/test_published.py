@@ -70,8 +70,10 @@ def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
         "fc2_latent_proj": (hidden, about.expert_latent),
         "router": (of.get("num_moe_experts"), hidden),
         "eh_proj": (hidden, 2 * hidden),
+        "conv": (hidden, 1, about.short_conv.kernel if about.short_conv else 0),
         **indexer_sizes(about),
         **(mamba_sizes(about) if is_mamba else {}),
+        **({"in_proj": (3 * hidden, hidden), "out_proj": (hidden, hidden)} if layer.mixer == "short_conv" else {}),
         **(lightning_sizes(heads * head, hidden) if layer.mixer == "lightning_attention" else {}),
     }.get(last)
     if kind == "expert_bias" and about.routing and about.routing.choice_bias:
@@ -255,7 +257,7 @@ def test_names_and_shapes_and_ropes_are_those_of_transformers(name):
     unread = passthrough_names(saved.keys() - alone.keys(), about)
     assert alone == {key: shape for key, shape in saved.items() if key not in unread}
     if about.ropes:
-        check_ropes(about, model.model.rotary_emb, theirs)
+        check_ropes(about, getattr(model.model, "rotary_emb", None) or model.model.pos_emb, theirs)
 
 
 @pytest.mark.parametrize("name", VISION_LANGUAGE)

@@ -1,5 +1,6 @@
 """FLOP counts against PyTorch's own counter on transformers' models, and against the arithmetic by hand."""
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -238,21 +239,31 @@ def test_layers_of_one_part():
     assert flops.pair == 4 * settings.num_attention_heads * settings.head_dim
 
 
-def test_lightning_attention():
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("minimax", 3 * 2 * 4 * 16**2),
+        ("granitemoehybrid", 3 * 2 * 96 * 20),
+        ("falcon_h1", 4 * 2 * 96 * 20),
+        ("lfm2", 0),
+    ],
+)
+def test_layers_with_a_state(name, state):
     """N is what transformers multiplies by, of the experts those of a token, and the states."""
     import torch
     from megaswift.bridge.families import family_of
     from transformers import AutoModelForCausalLM
 
-    from tests.bridge.families.minimax import config
-
-    settings = config()
+    settings = importlib.import_module(f"tests.bridge.families.{name}").config(tie_word_embeddings=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
-    experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
-    about = family_of(settings.to_dict()).describe(settings.to_dict())
-    flops = Flops.of(SimpleNamespace(**SIZES | about.transformer | {"architecture": about}), settings.vocab_size)
-    states = 3 * 2 * settings.num_attention_heads * settings.head_dim**2
-    assert flops.matrix_parameters == matrices + experts * 2 // 8 + states
-    assert flops.pair == 4 * settings.num_attention_heads * settings.head_dim
+    experts = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 3 and "experts" in name)
+    chosen = settings.num_experts_per_tok / settings.num_local_experts if experts else 0
+    raw = settings.to_dict() | {"time_step_limit": [0.0, 1.0]}
+    about = family_of(raw).describe(raw)
+    sizes = SIZES | {"num_moe_experts": None} | about.transformer | {"architecture": about}
+    flops = Flops.of(SimpleNamespace(**sizes), settings.vocab_size)
+    assert flops.matrix_parameters == matrices + experts * chosen + state
+    layers = sum(layer.has_attention for layer in about.layers)
+    assert flops.pair == layers * 4 * settings.num_attention_heads * about.transformer["kv_channels"]

@@ -1,4 +1,4 @@
-"""Granite 4 and Falcon-H1, of which the factors of the larger ones are left out."""
+"""LFM2, Granite 4 and Falcon-H1, of which the factors of the larger ones are left out."""
 
 from typing import Any
 
@@ -56,7 +56,53 @@ def _falcon(**changes: Any) -> dict[str, Any]:
     }
 
 
+def _lfm(**changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Lfm2ForCausalLM"],
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "max_position_embeddings": 128000,
+        "model_type": "lfm2",
+        "norm_eps": 1e-05,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rope_theta": 1000000.0,
+        "vocab_size": 65536,
+        **changes,
+    }
+
+
+LFM2_MOE = {
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "layer_types": ["full_attention" if at in (2, 6, 10, 14, 18, 21) else "conv" for at in range(24)],
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2_moe",
+    "moe_intermediate_size": 1792,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "routed_scaling_factor": 1.0,
+    "use_expert_bias": True,
+    "vocab_size": 65536,
+}
 MODELS = {
+    "LFM2-350M": Published("lfm2", "354483968", _lfm(block_ff_dim=6656, hidden_size=1024, num_attention_heads=16)),
+    "LFM2-1.2B": Published("lfm2", "1170340608", _lfm(block_ff_dim=12288, hidden_size=2048, num_attention_heads=32)),
+    "LFM2-8B-A1B": Published("lfm2_moe", "8.34", LFM2_MOE),
     "Falcon-H1-0.5B-Instruct": Published(
         "falcon_h1",
         "521411104",
