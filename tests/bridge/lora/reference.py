@@ -96,6 +96,9 @@ CASES = {
     "Mamba-2 and experts": Case(
         "nemotron_h latent", r".+\.(in|q|k|v|o|fc[12]_latent)_proj|.+shared_experts\.(up|down)_proj"
     ),
+    "pieces of Mamba-2": Case("granitemoehybrid dense", r".+\.(in|q|k|v|o)_proj|.+put_linear"),
+    "parallel mixers": Case("falcon_h1", r".+\.(in|q|k|v|o|gate|up|down)_proj"),
+    "short convolutions": Case("lfm2", r".+\.(in|q|k|v|out)_proj|.+w[123]"),
     "hybrid": Case("qwen3_next", r".+_proj(_qkvz|_ba)?", by_hand=True),
     "experts and routers": Case(
         "mixtral",
