@@ -1,8 +1,9 @@
 """Loader of Hugging Face weights into a megatron-core model: each rank reads only its shards."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -20,6 +21,7 @@ from .safetensors_io import BLOCK
 from .tensor_names import abridge, check_names, shape_mismatch
 
 READERS = 4
+BATCH = 2**20  # bytes that a thread reads at least
 
 
 @torch.no_grad()
@@ -60,9 +62,12 @@ def read_tensors(
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Fill `tensors`, this rank's shards, from the files of `source`. Raises ValueError for a mismatched shape."""
-    # Several threads: fast local and network disks need several requests at a time.
+    # Several threads: fast local and network disks need several requests at a time. Small reads are put together, since
+    # the change of threads would take longer than they do.
     with ThreadPoolExecutor(READERS) as pool:
-        reads = []
+        reads: list[Future[None]] = []
+        batch: list[_Read] = []
+        size = 0
         for key, tensor in tensors.items():
             entry = entries[key]
             ranks, rank = shard_position(key, entry)
@@ -77,10 +82,13 @@ def read_tensors(
                     continue
                 name = entry.hf[span.part]
                 target = target.t() if entry.transposed else target
-                reads += [
-                    pool.submit(_fill, part, source, name, dim, start, stop, entry.expert_index, step)
-                    for part, dim, start, stop, step in _blocks(target, entry.hf_dim, span, shapes[name])
-                ]
+                for part, dim, start, stop, step in _blocks(target, entry.hf_dim, span, shapes[name]):
+                    batch.append(_Read(part, (name, dim, start, stop, entry.expert_index, step)))
+                    size += part.nbytes
+                    if size >= BATCH:
+                        reads.append(pool.submit(_fill, batch, source))
+                        batch, size = [], 0
+        reads.append(pool.submit(_fill, batch, source))
         try:
             for number, read in enumerate(reads, 1):
                 read.result()
@@ -110,18 +118,17 @@ def _blocks(
         yield part, dim, first, span.stop if dim else first + (len(part) - 1) * span.step + 1, span.step
 
 
+class _Read(NamedTuple):
+    """Part of a tensor, and where its values are in the source."""
+
+    target: Tensor
+    place: tuple[str, int, int, int, int | None, int]  # arguments of `WeightSource.read`
+
+
 @torch.no_grad()
-def _fill(
-    target: Tensor,
-    source: WeightSource,
-    name: str,
-    dim: int,
-    start: int,
-    stop: int,
-    expert_index: int | None,
-    step: int,
-) -> None:
-    target.copy_(source.read(name, dim, start, stop, expert_index, step))
+def _fill(batch: Iterable[_Read], source: WeightSource) -> None:
+    for target, place in batch:
+        target.copy_(source.read(*place))
 
 
 def _check_shapes(source: WeightSource, shapes: dict[str, tuple[int, ...]]) -> None:

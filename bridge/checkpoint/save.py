@@ -353,7 +353,7 @@ def _tensor_runs(piece: TensorShards, shards: list[Tensor], part: int) -> list[T
     tensor = shards[0].new_empty(shape)
     for span, run in pieces:
         positions = slice(span.start, span.stop, span.step)
-        tensor[positions if entry.hf_dim == 0 else (slice(None), positions)] = run
+        tensor[(*(slice(None),) * entry.hf_dim, positions)] = run
     return [tensor]
 
 

@@ -36,6 +36,7 @@ from . import (
     hunyuan_v1_dense,
     hunyuan_v1_moe,
     hy_v3,
+    kimi_linear,
     lfm2,
     lfm2_moe,
     llama,
@@ -86,7 +87,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         gemma, gemma2, apertus, granitemoe, granitemoeshared, nemotron, starcoder2, glm,
         glm4v_text, glm4v_moe_text, qwen3_asr, hy_v3, exaone_moe, gemma4_text, gemma4_unified_text,
         deepseek_v32, glm_moe_dsa, nemotron_h, mistral4, llava_onevision, qwen3_omni_moe_text,
-        qwen2_5_omni_text, phimoe, ovis2, minimax, granitemoehybrid, falcon_h1, lfm2, lfm2_moe,
+        qwen2_5_omni_text, phimoe, ovis2, minimax, granitemoehybrid, falcon_h1, lfm2, lfm2_moe, kimi_linear,
     )
 )  # fmt: skip
 

@@ -45,7 +45,8 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
   them; on GPUs their kernel is that of mamba-ssm where it is installed
   (`pip install --no-build-isolation mamba-ssm`);
 - the channels of short convolutions divide by TP x CP, in 16 groups;
-- the heads of lightning attention divide by TP x CP; it runs in plain PyTorch on GPUs too;
+- the heads of lightning attention and of Kimi delta attention divide by TP x CP; both run in plain PyTorch on GPUs too,
+  which is right and slow;
 - layers whose residual is a norm's output (minimax) keep the outputs of their norms under
   `--recompute_modules layernorm`;
 - experts under TP train with sequence parallelism only (megatron-core's rule);
@@ -155,6 +156,7 @@ def _line(family: Family) -> str:
     scales = {architecture.embedding_scale, architecture.residual_scale, architecture.logits_scale}
     features = {
         "gated delta nets": any(layer.mixer == "gated_delta_net" for layer in layers),
+        "Kimi delta attention": architecture.kimi_delta,
         "lightning attention": any(layer.mixer == "lightning_attention" for layer in layers),
         "Mamba-2": architecture.mamba,
         "short convolutions": architecture.short_conv,

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..mapping.architecture import Architecture, HfConfig, Layer, ShortConvolution, TransformerArgs
-from ..mapping.param_mapping import COLUMN, GATE_UP, QKV, REPLICATED, ROW, Family, ParamMapping, ShardingKind, Span
+from ..mapping.param_mapping import COLUMN, QKV, REPLICATED, ROW, Family, ParamMapping, ShardingKind, Span
 from .decoder import DEFAULTS, ENDS, check_layer_types, check_supported, describe_decoder, layer_mapping
+from .softmax_moe import MIXTRAL_GATES
 
 GROUPS = 16  # of a convolution's channels, at most
 MIXERS = {"conv": "short_conv", "full_attention": "attention"}
-GATES = replace(GATE_UP, parts=("w1", "w3"))
 
 
 def layer_types(config: HfConfig) -> list[str]:
@@ -84,7 +84,7 @@ def mixers(config: HfConfig) -> list[ParamMapping]:
 def dense_mlp(layers: tuple[int, ...] | None = None) -> list[ParamMapping]:
     """Map the MLPs of `layers`, by default all."""
     return [
-        layer_mapping("feed_forward.{part}.weight", "mlp.linear_fc1.weight", GATES, layers),
+        layer_mapping("feed_forward.{part}.weight", "mlp.linear_fc1.weight", MIXTRAL_GATES, layers),
         layer_mapping("feed_forward.w2.weight", "mlp.linear_fc2.weight", ROW, layers),
     ]
 

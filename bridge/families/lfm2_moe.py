@@ -8,7 +8,8 @@ from ..mapping.param_mapping import REPLICATED, ROW, Family, ParamMapping
 from .decoder import dense_layers, layer_mapping
 from .deepseek_moe import moe_layers, score_bias, sigmoid_routing
 from .lfm2 import FAMILY as DENSE
-from .lfm2 import GATES, dense_mlp, describe_convolutional, mixers
+from .lfm2 import dense_mlp, describe_convolutional, mixers
+from .softmax_moe import MIXTRAL_GATES
 
 
 def _with_deepseek_keys(config: HfConfig) -> HfConfig:
@@ -34,7 +35,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
         *mixers(config),
         *dense_mlp(dense_layers(config, moe)),
         layer_mapping(hf + "gate.weight", mcore + "router.weight", REPLICATED, moe),
-        layer_mapping(hf + "experts.{expert}.{part}.weight", mcore + "experts.linear_fc1.weight", GATES, moe),
+        layer_mapping(hf + "experts.{expert}.{part}.weight", mcore + "experts.linear_fc1.weight", MIXTRAL_GATES, moe),
         layer_mapping(hf + "experts.{expert}.w2.weight", mcore + "experts.linear_fc2.weight", ROW, moe),
         *([score_bias(hf + "expert_bias", moe)] if config["use_expert_bias"] else []),
     ]

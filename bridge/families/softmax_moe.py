@@ -6,7 +6,7 @@ from ..mapping.architecture import Routing, TransformerArgs
 from ..mapping.param_mapping import GATE_UP, REPLICATED, ROW, ParamMapping
 from .decoder import layer_mapping
 
-_MIXTRAL = replace(GATE_UP, parts=("w1", "w3"))
+MIXTRAL_GATES = replace(GATE_UP, parts=("w1", "w3"))
 
 
 def softmax_routing(experts: int, topk: int, *, normalize: bool) -> tuple[TransformerArgs, Routing | None]:
@@ -26,6 +26,6 @@ def block_sparse_moe(*, fp32: bool = False) -> list[ParamMapping]:
     hf, mcore = "block_sparse_moe.", "mlp."
     return [
         layer_mapping(hf + "gate.weight", mcore + "router.weight", REPLICATED, fp32=fp32),
-        layer_mapping(hf + "experts.{expert}.{part}.weight", mcore + "experts.linear_fc1.weight", _MIXTRAL),
+        layer_mapping(hf + "experts.{expert}.{part}.weight", mcore + "experts.linear_fc1.weight", MIXTRAL_GATES),
         layer_mapping(hf + "experts.{expert}.w2.weight", mcore + "experts.linear_fc2.weight", ROW),
     ]

@@ -77,7 +77,7 @@ def _sequence_major(values: Tensor, rows: int) -> Tensor:
     return values.view(rows, -1).t().flatten()
 
 
-class _StateScan(torch.autograd.Function):
+class StateScan(torch.autograd.Function):
     """States at the start of every chunk: 0, then `transition @ state + update` of the previous chunk.
 
     transition [chunks, heads, key dim, key dim], update [chunks, heads, key dim, value dim], sorted as in DeltaLayout.
@@ -124,7 +124,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     [tokens, groups, heads] -> the shape and dtype of value
     """
     dtype = value.dtype
-    query, key = (_l2_normalize(x) for x in (query, key))
+    query, key = (l2_normalize(x) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     query, key, value = (to_chunks(x, layout).movedim(1, -2) for x in (query, key, value.float()))
     decay, beta = (to_chunks(x.float(), layout).movedim(1, -1).unsqueeze(-1) for x in (decay, beta))
@@ -144,13 +144,13 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     decayed_key = (key * (chunk_decay - log_decay).exp()).mT
     eye = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
     transition, update = eye * chunk_decay.exp() - decayed_key @ read_keys, decayed_key @ new_values
-    states = _StateScan.apply(transition.flatten(1, 2), update.flatten(1, 2), layout.steps).view_as(update)  # type: ignore[union-attr]
+    states = StateScan.apply(transition.flatten(1, 2), update.flatten(1, 2), layout.steps).view_as(update)  # type: ignore[union-attr]
 
     output = (query * log_decay.exp()) @ states + scores @ (new_values - read_keys @ states)
     return output.movedim(-2, 1).flatten(0, 1).index_select(0, layout.slots).to(dtype)
 
 
-def _l2_normalize(x: Tensor) -> Tensor:
+def l2_normalize(x: Tensor) -> Tensor:
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.typed_torch import not_none
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from .delta_rule import DeltaLayout, causal_conv, delta_rule
 from .grouped_mixer import GroupedMixer, MixerWeight, make_parameter
@@ -90,16 +89,8 @@ class GatedDeltaNet(GroupedMixer):
         if delta_kernels(qkv.dtype, on_gpu=qkv.is_cuda, deterministic=self.config.deterministic_mode) == "fla":
             output = self._run_fla(_fla_kernels(), qkv, conv_weight, decay, beta, layout)
         else:
-            # Recomputed in the backward pass: the intermediate tensors are many times larger than the inputs.
-            output = checkpoint(
-                self._run_torch,
-                *(x.flatten(0, 1) for x in (qkv.flatten(2), decay, beta)),
-                conv_weight,
-                layout,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        assert isinstance(output, Tensor)
+            inputs = (x.flatten(0, 1) for x in (qkv.flatten(2), decay, beta))
+            output = self._recompute(self._run_torch, *inputs, conv_weight, layout)
         return output.view(sequence, rows, groups, self.heads, self.value_dim)
 
     def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,7 @@ Tensors are ordered by groups, so that tensor parallelism splits them into equal
 which exchanges positions for heads inside the layer: a rank then has whole documents, of a part of the heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.typed_torch import not_none
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .delta_rule import DeltaLayout
 
@@ -24,6 +25,7 @@ class GroupedMixer(MegatronModule):
     in_proj and out_proj: the spec's column- and row-parallel linears
     groups: their number, of which `noun` tells the user
     sections: channels of a group: of the convolution, of the output and its gate, and of further inputs of `_mix`
+    projected: those of them that `in_proj` gives, by default all; the others come from a layer's own `_project`
     Raises ValueError if TP x CP does not divide the groups.
     """
 
@@ -38,6 +40,7 @@ class GroupedMixer(MegatronModule):
         groups: int,
         noun: str,
         sections: Sequence[int],
+        projected: Sequence[int] | None = None,
     ):
         super().__init__(config=config)
         assert pg_collection is not None
@@ -59,7 +62,7 @@ class GroupedMixer(MegatronModule):
         }
         self.in_proj = in_proj(
             config.hidden_size,
-            groups * sum(sections),
+            groups * sum(projected or sections),
             init_method=config.init_method,
             gather_output=False,
             skip_bias_add=False,
@@ -83,10 +86,8 @@ class GroupedMixer(MegatronModule):
         """
         layout: DeltaLayout = packed_seq_params.delta_layout
         assert layout is not None
-        projected, _ = self.in_proj(hidden_states)
-        length, rows, _ = projected.shape
-        sections = self._scale(projected.view(length, rows, self.groups, -1))
-        convolved, gate, *inputs = sections.split(self.sections, dim=-1)
+        convolved, gate, *inputs = self._project(hidden_states)
+        length, rows = convolved.shape[:2]
         if self.cp_group.size() > 1:
             sizes = self.sections[:1] + self.sections[2:]
             exchanged = self._to_heads(torch.cat((convolved, *inputs), dim=-1), layout)
@@ -97,9 +98,10 @@ class GroupedMixer(MegatronModule):
         output, bias = self.out_proj(self._gated_norm(output, gate.reshape(output.shape)).view(length, rows, -1))
         return output, bias
 
-    def _scale(self, projected: Tensor) -> Tensor:
-        """Return what is projected, [sequence, rows, groups, channels of a group], times factors that there may be."""
-        return projected
+    def _project(self, hidden_states: Tensor) -> Sequence[Tensor]:
+        """Return the `sections`, each [sequence / CP, rows, groups, channels]."""
+        projected, _ = self.in_proj(hidden_states)
+        return projected.unflatten(-1, (self.groups, -1)).split(self.sections, dim=-1)
 
     def _mix(self, *inputs: Any) -> Tensor:
         """Mix the tokens of full documents: inputs [sequence, rows, groups, ...] of each section but the gate's.
@@ -111,6 +113,15 @@ class GroupedMixer(MegatronModule):
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """Norm the output and multiply it by its gate: both [sequence, rows, groups, heads, value dim]."""
         raise NotImplementedError
+
+    def _recompute(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Return function(*arguments), which the backward pass computes again.
+
+        The intermediate tensors are many times larger than the inputs.
+        """
+        output = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(output, Tensor)
+        return output
 
     def _local(self, parameter: Tensor, groups: int) -> Tensor:
         """Return the part of a parameter for the groups in `_mix`: [..] -> [groups, ...]."""
@@ -147,12 +158,12 @@ class MixerWeight(torch.nn.Module):
 
 
 def make_parameter(
-    config: TransformerConfig, *shape: int, fp32: bool = False, split: bool = False
+    config: TransformerConfig, *shape: int, fp32: bool = False, split: bool = False, dim: int = 0
 ) -> torch.nn.Parameter:
-    """Return an empty parameter on this rank's device; split: a part of it, by tensor parallelism."""
+    """Return an empty parameter on this rank's device; split: a part of it along `dim`, by tensor parallelism."""
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     dtype = torch.float32 if fp32 else config.params_dtype
     parameter = torch.nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
     if split:
-        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
     return parameter

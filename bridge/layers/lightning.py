@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.typed_torch import not_none
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from .delta_rule import DeltaLayout
 from .grouped_mixer import GroupedMixer, MixerWeight
@@ -56,12 +55,7 @@ class LightningAttention(GroupedMixer):
         """qkv [sequence, rows, heads, 3 * head dim] of full documents -> [sequence, rows, heads, 1, head dim]"""
         sequence, rows, heads, _ = qkv.shape
         decay = -self._local(self.slopes(), heads)
-        # Recomputed in the backward pass: the intermediate tensors are many times larger than the inputs.
-        output = checkpoint(
-            self._attend, qkv.flatten(0, 1), decay, layout, use_reentrant=False, preserve_rng_state=False
-        )
-        assert isinstance(output, Tensor)
-        return output.view(sequence, rows, heads, 1, -1)
+        return self._recompute(self._attend, qkv.flatten(0, 1), decay, layout).view(sequence, rows, heads, 1, -1)
 
     def _attend(self, qkv: Tensor, decay: Tensor, layout: DeltaLayout) -> Tensor:
         """qkv [tokens, heads, 3 * head dim], decay [heads, 1] -> [tokens, heads, 1, head dim]"""

@@ -5,7 +5,7 @@ piece of one (`Mamba.pieces`): some of its heads, and a part of the channels of 
 `mamba_ssm` installed, its kernel replaces the plain PyTorch of state_space.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..mapping.architecture import Mamba
 from .delta_rule import CHUNK, DeltaLayout, causal_conv
@@ -86,8 +85,12 @@ class Mamba2(GroupedMixer):
             vector = torch.tensor(factors, dtype=config.params_dtype, device=self.A_log.device)
             self.register_buffer("multipliers", vector, persistent=False)
 
-    def _scale(self, projected: Tensor) -> Tensor:
-        return projected * self.multipliers if self.mamba.multipliers else projected
+    def _project(self, hidden_states: Tensor) -> Sequence[Tensor]:
+        projected = super()._project(hidden_states)
+        if not self.mamba.multipliers:
+            return projected
+        factors = self.multipliers.split(self.sections)
+        return [part * factor for part, factor in zip(projected, factors, strict=True)]
 
     def _mix(self, convolved: Tensor, dt: Tensor, layout: DeltaLayout) -> Tensor:
         """convolved [sequence, rows, units, channels], dt [sequence, rows, units, heads], of full documents
@@ -109,9 +112,7 @@ class Mamba2(GroupedMixer):
         if kernels == "mamba_ssm":
             output = self._run_kernel(_scan_kernel(), *arguments, layout=layout, rows=rows)
         else:
-            # Recomputed in the backward pass: the intermediate tensors are many times larger than the inputs.
-            output = checkpoint(self._run_torch, *arguments, layout, use_reentrant=False, preserve_rng_state=False)
-        assert isinstance(output, Tensor)
+            output = self._recompute(self._run_torch, *arguments, layout)
         return output.view(sequence, rows, units, self.heads, self.mamba.head_dim)
 
     def _convolve(

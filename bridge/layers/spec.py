@@ -26,6 +26,7 @@ from .attention import CoreAttention
 from .deepstack import DeepStackLayer
 from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet
+from .kimi_delta import KimiDeltaAttention
 from .lightning import LightningAttention
 from .mamba import Mamba2
 from .mla import LatentAttention, LatentAttentionSubmodules
@@ -136,10 +137,14 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
             k_layernorm=k_norm,
         ),
     )
-    if config.multi_latent_attention:
+    if config.multi_latent_attention and layer.mixer == "attention":
         # Two linears follow the norm, so it is separate.
         latent = SparseLatentAttention if architecture.sparse else LatentAttention
         attention = ModuleSpec(module=latent, submodules=LatentAttentionSubmodules(column, row, norm))
+        norm_input = branch_norm
+    elif layer.mixer == "kimi_delta":
+        # Further linears follow the norm, so it is separate.
+        attention = ModuleSpec(module=KimiDeltaAttention, params={"in_proj": column, "out_proj": row, "column": column})
         norm_input = branch_norm
     elif layer.mixer == "gated_delta_net":
         attention = ModuleSpec(module=GatedDeltaNet, params={"in_proj": norm_column, "out_proj": row})

@@ -37,6 +37,7 @@ from .settings import LoraSettings
 LINEAR_MODULES = frozenset({
     "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+    "decay_down", "decay_up", "gate_down", "gate_up",
     "in_proj", "out_proj", "linear_merge", "fc1_latent_proj", "fc2_latent_proj",
 })  # fmt: skip
 ROUTER, EMBEDDING_MODULE = "router", "word_embeddings"

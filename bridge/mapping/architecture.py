@@ -32,8 +32,8 @@ class ResidualFactors(NamedTuple):
 class Layer:
     """Token mixer of one layer, and whether an MLP or experts follow it."""
 
-    # Or "gated_delta_net", "lightning_attention", "mamba", "attention_and_mamba" (of the same input), "short_conv",
-    # "none".
+    # Or "gated_delta_net", "kimi_delta", "lightning_attention", "mamba", "attention_and_mamba" (of the same input),
+    # "short_conv", "none".
     mixer: str = "attention"
     has_mlp: bool = True
     rope: int | None = 0  # index into Architecture.ropes; None: no position embedding
@@ -102,6 +102,14 @@ class Mamba(NamedTuple):
     def units(self) -> int:
         """Return the number of pieces of all groups, which TP x CP divides."""
         return self.groups * self.pieces
+
+
+class KimiDelta(NamedTuple):
+    """Kimi delta attention; see layers/kimi_delta.py."""
+
+    heads: int
+    head_dim: int
+    kernel: int  # tokens of the convolution
 
 
 class ShortConvolution(NamedTuple):
@@ -254,6 +262,7 @@ class Architecture:
     query_growth: QueryGrowth | None = None
     mamba: Mamba | None = None  # sizes of the layers with this mixer
     short_conv: ShortConvolution | None = None  # likewise
+    kimi_delta: KimiDelta | None = None
     sparse: SparseAttention | None = None  # requires multi_latent_attention
     expert_bias: bool = False  # biases of both linear layers of each expert
     expert_latent: int | None = None  # width of the experts' inputs and outputs; None: that of the layer
@@ -270,7 +279,7 @@ class Architecture:
     def convolution(self) -> int | None:
         """Number of tokens that the convolutions of layers with a state see: 1 for none; None without such layers."""
         mixers = {layer.mixer for layer in self.layers}
-        if sized := self.mamba or self.short_conv:
+        if sized := self.mamba or self.short_conv or self.kimi_delta:
             return sized.kernel
         if "gated_delta_net" in mixers:
             return self.transformer["linear_conv_kernel_dim"]

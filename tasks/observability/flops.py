@@ -112,6 +112,7 @@ class Flops:
         mixers = {"attention": lambda layer: attention_of(layer)[0], "none": lambda layer: 0}
         mixers |= {"gated_delta_net": lambda layer: _delta_net(sizes), "mamba": lambda layer: _mamba(sizes)}
         mixers |= {"lightning_attention": lambda layer: _lightning(sizes)}
+        mixers |= {"kimi_delta": lambda layer: _kimi_delta(sizes)}
         mixers |= {"short_conv": lambda layer: 4 * hidden * hidden}
         mixers |= {"attention_and_mamba": lambda layer: attention_of(layer)[0] + _mamba(sizes)}
         parameters = sum(mixers[layer.mixer](layer) for layer in layers)
@@ -254,6 +255,13 @@ def _delta_net(sizes: "TransformerConfig") -> int:
     keys, values, key_dim, value_dim = (getattr(sizes, name) for name in names)
     weights = sizes.hidden_size * (2 * keys * key_dim + 3 * values * value_dim + 2 * values)
     return weights + 3 * values * key_dim * value_dim
+
+
+def _kimi_delta(sizes: "TransformerConfig") -> int:
+    """Return the number of weights of Kimi delta attention, including its state, as for gated delta nets."""
+    heads, dim, _ = sizes.architecture.kimi_delta  # type: ignore[attr-defined]
+    latents = 2 * (sizes.hidden_size + heads * dim) * dim
+    return sizes.hidden_size * heads * (4 * dim + 1) + latents + 3 * heads * dim * dim
 
 
 def _mamba(sizes: "TransformerConfig") -> int:

@@ -244,6 +244,10 @@ def _mixer_values(config: TransformerConfig, layer: Layer) -> int:
     if layer.mixer == "short_conv":
         # Its norm's input and output, what is projected, before and after the convolution, and the gated output.
         return 8 * config.hidden_size
+    if layer.mixer == "kimi_delta":
+        # Likewise, with two latents, and with decays in fp32, before and after their softplus.
+        heads, dim, _ = config.architecture.kimi_delta  # type: ignore[attr-defined]
+        return 2 * config.hidden_size + 14 * heads * dim + 2 * dim
     attention = _attention_values(config) if layer.has_attention else 0
     if layer.mixer in ("attention", "gated_delta_net"):
         return _attention_values(config)

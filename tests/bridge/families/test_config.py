@@ -213,6 +213,8 @@ def test_which_layers_have_experts(step, dense):
         ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 True; this family is supported with False only"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "layer_types .*'X'.*: set one for each of the 3 layers"),
         ("nemotron_h", {"n_groups": 5}, "mamba_num_heads 128 and n_groups 5: the second must divide"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False; this family is supported with True only"),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense"]}, "with dense layers first"),
         ("lfm2", {"conv_bias": True}, "conv_bias True; this family is supported with False only"),
         ("lfm2_moe", {"layer_types": ["conv"]}, "'conv'.*: set one for each of the 32 layers"),
         ("falcon_h1", {"projectors_bias": True}, "projectors_bias True; this family is supported with False only"),

@@ -73,11 +73,15 @@ def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
         "conv": (hidden, 1, about.short_conv.kernel if about.short_conv else 0),
         **indexer_sizes(about),
         **(mamba_sizes(about) if is_mamba else {}),
+        **(kimi_sizes(about) if layer.mixer == "kimi_delta" else {}),
         **({"in_proj": (3 * hidden, hidden), "out_proj": (hidden, hidden)} if layer.mixer == "short_conv" else {}),
         **(lightning_sizes(heads * head, hidden) if layer.mixer == "lightning_attention" else {}),
     }.get(last)
     if kind == "expert_bias" and about.routing and about.routing.choice_bias:
         return (1, of["num_moe_experts"])
+    if about.kimi_delta and kind in ("A_log", "dt_bias"):
+        heads, dim, _ = about.kimi_delta
+        return (1, 1, heads, 1) if kind == "A_log" else (heads * dim,)
     if about.mamba and kind in ("A_log", "dt_bias", "D"):
         return (about.mamba.heads,)
     if kind in ("softmax_offset", "A_log", "dt_bias", "gate_weight"):
@@ -111,6 +115,15 @@ def mamba_sizes(about: Architecture) -> dict[str, tuple[int, ...]]:
         "out_proj": (hidden, values),
         "norm": (values,),
     }
+
+
+def kimi_sizes(about: Architecture) -> dict[str, tuple[int, ...]]:
+    assert about.kimi_delta is not None
+    (heads, dim, kernel), hidden = about.kimi_delta, about.transformer["hidden_size"]
+    latent = {f"{name}_down": (dim, hidden) for name in ("decay", "gate")}
+    latent |= {f"{name}_up": (heads * dim, dim) for name in ("decay", "gate")}
+    matrices = {"in_proj": (3 * heads * dim + heads, hidden), "out_proj": (hidden, heads * dim)}
+    return latent | matrices | {"conv1d": (3 * heads * dim, 1, kernel), "norm": (dim,)}
 
 
 def lightning_sizes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -205,6 +218,9 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
     for key in ("layer_types", "no_rope_layers", "attn_type_list", "hybrid_override_pattern"):
         if key in text:
             text[key] = text[key][:8]
+    if delta := text.get("linear_attn_config"):
+        kept = {key: [layer for layer in delta[key] if layer <= 8] for key in ("full_attn_layers", "kda_layers")}
+        text["linear_attn_config"] = delta | kept
     if "moe_layers" in text:
         text["moe_layers"] = [layer for layer in text["moe_layers"] if layer < 8]
     if "moe_layer_end_index" in text:

@@ -106,7 +106,8 @@ def check_faults(folder: Path, options: BuildOptions, planted: dict[str, Any]) -
         model = open_model(damaged, options, torch.float32, fault.architecture)
         if fault.model:
             fault.model(model)
-        found[name] = distance(model, options, expected, packed=True)
+        # A few labels see what all do: each depends on all logits.
+        found[name] = distance(model, options, expected, packed=True, every=4)
     return found
 
 
@@ -151,12 +152,19 @@ def batches(options: BuildOptions, *, packed: bool, places: bool = False) -> lis
 
 @torch.no_grad()
 def distance(
-    model: Model, options: BuildOptions, expected: Tensor, *, packed: bool, of: Callable[[Tensor], Tensor] = torch.max
+    model: Model,
+    options: BuildOptions,
+    expected: Tensor,
+    *,
+    packed: bool,
+    of: Callable[[Tensor], Tensor] = torch.max,
+    every: int = 1,
 ) -> float:
     """The largest difference of a log-probability to transformers' on this rank (or that `of` them), over their
-    standard deviation."""
+    standard deviation. Of `every` label of LABELS, the first is taken."""
     remaining = iter(batches(options, packed=packed, places=True))
-    wanted = range(model.architecture.vocab_size)[reference.LABELS]
+    wanted = range(model.architecture.vocab_size)[reference.LABELS][::every]
+    expected = expected[:, ::every]
     differences = [torch.zeros(1)]
 
     def every_label(stage: LastStage) -> Tensor:

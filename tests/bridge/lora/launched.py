@@ -64,6 +64,7 @@ WHERE_LONG = {
     "experts and routers": ("TP2 SP ETP2", "TP2 SP EP2"),
     "Mamba-2": ("one process", "TP2 SP", "CP2"),
     "Mamba-2 and experts": ("one process", "TP2 SP ETP2"),
+    "Kimi delta attention": ("one process", "TP2 SP ETP2"),
     "pieces of Mamba-2": ("TP2 SP", "CP2"),
     "parallel mixers": ("one process", "TP2 SP"),
     "short convolutions": ("TP2 SP",),

@@ -44,6 +44,7 @@ class Case:
 
 PROJECTIONS = r".+\.(q|k|v|o|gate|up|down)_proj"
 LATENT = r"(q_a|q_b|kv_b|o)_proj|kv_a_proj_with_mqa"
+KIMI = r".+self_attn.*\.([qkvbo]|[fg]_[ab]|kv_b)_proj|.+_with_mqa"
 DENSE = rf".+\.self_attn\.({LATENT})|.+\.mlp\.(shared_experts\.)?(gate|up|down)_proj"
 FEW = r"model\.layers\.[{}]\.(self_attn\.k_proj|mlp\.gate_proj)"
 CASES = {
@@ -96,6 +97,7 @@ CASES = {
     "Mamba-2 and experts": Case(
         "nemotron_h latent", r".+\.(in|q|k|v|o|fc[12]_latent)_proj|.+shared_experts\.(up|down)_proj"
     ),
+    "Kimi delta attention": Case("kimi_linear", KIMI, {"target_regex": KIMI, "target_modules": []}),
     "pieces of Mamba-2": Case("granitemoehybrid dense", r".+\.(in|q|k|v|o)_proj|.+put_linear"),
     "parallel mixers": Case("falcon_h1", r".+\.(in|q|k|v|o|gate|up|down)_proj"),
     "short convolutions": Case("lfm2", r".+\.(in|q|k|v|out)_proj|.+w[123]"),

@@ -246,6 +246,7 @@ def test_layers_of_one_part():
         ("granitemoehybrid", 3 * 2 * 96 * 20),
         ("falcon_h1", 4 * 2 * 96 * 20),
         ("lfm2", 0),
+        ("kimi_linear", 3 * 3 * 4 * 10**2),
     ],
 )
 def test_layers_with_a_state(name, state):
@@ -266,4 +267,5 @@ def test_layers_with_a_state(name, state):
     flops = Flops.of(SimpleNamespace(**sizes), settings.vocab_size)
     assert flops.matrix_parameters == matrices + experts * chosen + state
     layers = sum(layer.has_attention for layer in about.layers)
-    assert flops.pair == layers * 4 * settings.num_attention_heads * about.transformer["kv_channels"]
+    key = about.transformer["kv_channels"]
+    assert flops.pair == layers * 2 * settings.num_attention_heads * (key + about.transformer.get("v_head_dim", key))

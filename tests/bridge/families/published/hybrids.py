@@ -1,4 +1,4 @@
-"""LFM2, Granite 4 and Falcon-H1, of which the factors of the larger ones are left out."""
+"""Kimi-Linear, LFM2, Granite 4, and Falcon-H1, of which the factors of the larger ones are left out."""
 
 from typing import Any
 
@@ -99,7 +99,49 @@ LFM2_MOE = {
     "use_expert_bias": True,
     "vocab_size": 65536,
 }
+FULL = [4, 8, 12, 16, 20, 24, 27]  # counted from 1
+KIMI_LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": FULL,
+        "head_dim": 128,
+        "kda_layers": [layer for layer in range(1, 28) if layer not in FULL],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "model_type": "kimi_linear",
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
 MODELS = {
+    "Kimi-Linear-48B-A3B-Instruct": Published("kimi_linear", "49.1", KIMI_LINEAR),
     "LFM2-350M": Published("lfm2", "354483968", _lfm(block_ff_dim=6656, hidden_size=1024, num_attention_heads=16)),
     "LFM2-1.2B": Published("lfm2", "1170340608", _lfm(block_ff_dim=12288, hidden_size=2048, num_attention_heads=32)),
     "LFM2-8B-A1B": Published("lfm2_moe", "8.34", LFM2_MOE),
