@@ -28,8 +28,8 @@ def architecture(config: HfConfig) -> Architecture:
     check_supported(config, SUPPORTED)
     if config["mamba_rms_norm"] and config["mamba_norm_before_gate"]:
         raise ValueError(
-            "config.json has mamba_rms_norm and mamba_norm_before_gate, which its kernels ignore in training: "
-            "this family is supported with mamba_norm_before_gate false"
+            "config.json has mamba_rms_norm and mamba_norm_before_gate, which transformers' kernels ignore in "
+            "training; this family is supported with mamba_norm_before_gate false only"
         )
     gate, down = config["mlp_multipliers"]
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]

@@ -1,6 +1,7 @@
 """Kimi-Linear: Kimi delta attention, with latent attention without positions in between, and DeepSeek-V3's experts."""
 
 from dataclasses import replace
+from functools import partial
 
 from ..mapping.architecture import Architecture, HfConfig, KimiDelta, Layer
 from ..mapping.param_mapping import COLUMN, REPLICATED, ROW, Family, ParamMapping, ShardingKind, Span
@@ -77,16 +78,16 @@ def architecture(config: HfConfig) -> Architecture:
     )
 
 
-def _by_head(architecture: Architecture, *widths: int) -> list[Span]:
-    """Lay out each head's channels of several tensors, of each as many times the head's size as `widths`; 0: one."""
+def _lay_out_heads(length: int, ranks: int, architecture: Architecture, *, has_beta: bool) -> list[Span]:
+    """Lay out each head's query, key and value, and its beta."""
     assert architecture.kimi_delta is not None
-    sizes = [architecture.kimi_delta.head_dim * width or 1 for width in widths]
-    heads = range(architecture.kimi_delta.heads)
-    return [Span(part, head * size, (head + 1) * size) for head in heads for part, size in enumerate(sizes)]
+    heads, dim, _ = architecture.kimi_delta
+    sizes = (dim, dim, dim, 1) if has_beta else (dim, dim, dim)
+    return [Span(part, head * size, (head + 1) * size) for head in range(heads) for part, size in enumerate(sizes)]
 
 
-PROJECTED = ShardingKind(0, lambda _, ranks, about: _by_head(about, 1, 1, 1, 0), ("q", "k", "v", "b"))
-CONVOLVED = ShardingKind(0, lambda _, ranks, about: _by_head(about, 1, 1, 1), ("q", "k", "v"))
+PROJECTED = ShardingKind(0, partial(_lay_out_heads, has_beta=True), ("q", "k", "v", "b"))
+CONVOLVED = ShardingKind(0, partial(_lay_out_heads, has_beta=False), ("q", "k", "v"))
 RATES = replace(COLUMN, dim=2)
 
 

@@ -44,7 +44,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="lfm2_moe",
     architectures=("Lfm2MoeForCausalLM",),
-    models="LFM2-8B-A1B, LFM2-24B-A2B",
+    models="LFM2-8B-A1B",
     architecture=architecture,
     mappings=mappings,
     limits=DENSE.limits,

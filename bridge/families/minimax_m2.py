@@ -50,7 +50,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="minimax_m2",
     architectures=("MiniMaxM2ForCausalLM",),
-    models="MiniMax-M2, M2.1, M2.5",
+    models="MiniMax-M2, M2.1, M2.5, M2.7",
     architecture=architecture,
     mappings=mappings,
     limits=("router_jitter_noise",),

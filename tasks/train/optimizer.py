@@ -150,6 +150,7 @@ def build_optimizer(
     if options.apply_wd_to_qk_layernorm and not model.config.qk_layernorm:
         raise ValueError("--apply_wd_to_qk_layernorm true: the model has no norms of queries and keys. Remove it")
     groups = get_standard_config_overrides(config)
+    groups[ParamKey(name="*.A_log")] = {"wd_mult": 0.0}  # as of other vectors: Kimi-Linear's has four dimensions
     if (ratio := options.lorap_lr_ratio) is not None:  # not for embeddings, where A is initialised to zero
         lora_b_rates = {"max_lr": ratio * schedule.lr, "min_lr": ratio * min(schedule.min_lr, schedule.lr)}
         groups[ParamKey(name="*decoder.layers.*.lora_B")] = lora_b_rates  # pyright: ignore[reportArgumentType]

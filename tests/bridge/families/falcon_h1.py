@@ -15,6 +15,7 @@ MAMBA = {
     "mamba_n_groups": 1,
     "mamba_d_state": 20,
     "mamba_d_conv": 4,
+    "mamba_chunk_size": 32,
 }
 FACTORS = {
     "embedding_multiplier": 3.0,

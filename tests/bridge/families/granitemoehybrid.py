@@ -14,6 +14,7 @@ MAMBA = {
     "mamba_n_groups": 1,
     "mamba_d_state": 20,
     "mamba_d_conv": 4,
+    "mamba_chunk_size": 32,
     "shared_intermediate_size": 28,
     "position_embedding_type": None,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],

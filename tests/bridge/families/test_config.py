@@ -218,7 +218,7 @@ def test_which_layers_have_experts(step, dense):
         ("lfm2", {"conv_bias": True}, "conv_bias True; this family is supported with False only"),
         ("lfm2_moe", {"layer_types": ["conv"]}, "'conv'.*: set one for each of the 32 layers"),
         ("falcon_h1", {"projectors_bias": True}, "projectors_bias True; this family is supported with False only"),
-        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_rms_norm and mamba_norm_before_gate, which its kernels ignore"),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_rms_norm and mamba_norm_before_gate, which trans"),
         ("granitemoehybrid", {"mamba_n_groups": 2}, "mamba_n_groups 2; this family is supported with 1 only"),
         ("granitemoehybrid", {"mamba_n_heads": 100}, "mamba_n_heads 100 of mamba_d_head 81 in mamba_n_groups 1: the"),
         ("granitemoehybrid", {"layer_types": ["mamba"]}, "linear_attention.*: set one for each of the 32 layers"),

@@ -93,7 +93,7 @@ def check_faults(folder: Path, options: BuildOptions, planted: dict[str, Any]) -
     source, config = folder / "fp32", read_config(folder / "fp32")
     tensors = load_file(source / "model.safetensors")
     about = builder.family_of(config).describe(config)
-    found = {}
+    found, plain = {}, None
     for name, fault in (faults.of(tensors, about) | planted).items():
         if fault is None:
             continue
@@ -103,16 +103,21 @@ def check_faults(folder: Path, options: BuildOptions, planted: dict[str, Any]) -
             shutil.rmtree(damaged, ignore_errors=True)
             shutil.copytree(source, damaged, ignore=shutil.ignore_patterns("*.safetensors"))
             save_file(fault.tensors(dict(tensors)), damaged / "model.safetensors")
-        model = open_model(damaged, options, torch.float32, fault.architecture)
-        if fault.model:
-            fault.model(model)
+        if fault.architecture or fault.model:
+            model = open_model(damaged, options, torch.float32, fault.architecture)
+            if fault.model:
+                fault.model(model)
+        elif plain is None:
+            model = plain = open_model(damaged, options, torch.float32)
+        else:
+            model = fill(plain, config, damaged)
         # A few labels see what all do: each depends on all logits.
         found[name] = distance(model, options, expected, packed=True, every=4)
     return found
 
 
 def open_model(source: Path, options: BuildOptions, dtype: torch.dtype, change: Callable | None = None) -> Model:
-    """The model of `source`: what loading leaves out is NaN. `change` is made to what its family describes."""
+    """The model of `source`, as `fill` has it. `change` is made to what its family describes."""
     config = read_config(source)
     family = builder.family_of(config)
     described = family.architecture
@@ -120,6 +125,11 @@ def open_model(source: Path, options: BuildOptions, dtype: torch.dtype, change: 
         family = replace(family, architecture=lambda config: change(described(config)))
     with mock.patch.object(builder, "family_of", return_value=family):
         model = build_model(config, options, dtype)
+    return fill(model, config, source)
+
+
+def fill(model: Model, config: dict[str, Any], source: Path) -> Model:
+    """The model with the weights of `source`: what loading leaves out is NaN."""
     with torch.no_grad():
         for tensor in collect_params(model.chunks).values():
             tensor.fill_(torch.nan)
@@ -243,7 +253,8 @@ def save(model: Model, source: Path, destination: Path, dtype: torch.dtype, max_
         destination.mkdir()
     parallel.barrier()
     config = read_config(source)
-    save_weights(model.chunks, config, source, destination, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    with mock.patch.object(os, "fsync", return_value=None):  # no crash has to find these files
+        save_weights(model.chunks, config, source, destination, dtype=dtype, max_shard_bytes=max_shard_bytes)
     tensors = tensors_of(destination)
     parallel.barrier()
     return tensors

@@ -170,6 +170,17 @@ def test_magnitudes_do_not_decay(alone):
     assert decays == {"lora_A": 0.1, "lora_B": 0.1, "magnitude": 0.0, "bias": 0.0}
 
 
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next"])
+def test_decays_of_states_do_not_decay(family, alone):
+    options = compose(SftOptions, **RATES)
+    model = build_model(tiny.config(family).to_dict(), options.build, torch.float32)
+    chunks = wrap_for_data_parallelism(model, options.build)
+    optimizer = build_optimizer(model, chunks, options.optimizer, options.schedule)
+    decays = {name: group["wd_mult"] for name, group in groups_of(model, optimizer).items()}
+    assert {value for name, value in decays.items() if name.endswith("A_log")} == {0.0}
+    assert {value for name, value in decays.items() if "in_proj" in name} == {1.0}
+
+
 def test_frozen_weights_have_neither_gradients_nor_state(alone):
     _, model, chunks, optimizer = adapted()
     trained = [parameter for parameter in model.chunks[0].parameters() if parameter.requires_grad]
