@@ -65,7 +65,7 @@ class Mamba2(GroupedMixer):
             noun="groups of this model's Mamba-2 layers" + " or pieces of them" * (mamba.pieces > 1),
             sections=(conv_dim, heads * mamba.head_dim, heads),
         )
-        self.mamba, self.heads, self.key_dim = mamba, heads, key_dim
+        self.mamba, self.heads = mamba, heads
         for units in (self.groups, self.groups // self.cp_group.size()):
             if units % mamba.pieces and mamba.pieces % units:
                 raise ValueError(
@@ -124,7 +124,8 @@ class Mamba2(GroupedMixer):
         """
         mamba, bias = self.mamba, None if bias is None else bias.flatten()
         mixed = causal_conv(x, weight, layout, bias).unflatten(-1, (-1, self.sections[0]))
-        value, *key_and_query = mixed.split((self.heads * mamba.head_dim, self.key_dim, self.key_dim), dim=-1)
+        key_dim = mamba.state_dim // mamba.pieces
+        value, *key_and_query = mixed.split((self.heads * mamba.head_dim, key_dim, key_dim), dim=-1)
         groups = max(value.shape[1] // mamba.pieces, 1)
         if value.shape[1] < mamba.pieces:
             key_and_query = self._gather_group(torch.cat(key_and_query, dim=-1)).chunk(2, dim=-1)

@@ -50,34 +50,35 @@ def test_chunks_give_what_the_recurrence_gives(rows):
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_the_kernel_gets_one_row_of_documents(rows):
+@pytest.mark.parametrize(("rows", "pieces"), [(1, 1), (2, 1), (2, 2)])
+def test_the_kernel_gets_one_row_of_documents(rows, pieces):
     """Its stand-in computes what mamba_ssm documents of its arguments."""
     torch.manual_seed(2)
+    heads = HEADS * pieces  # of a group
 
     def scan(x, dt, A, B, C, *, chunk_size, D, seq_idx):
-        assert x.shape == (1, rows * BOUNDS[-1], GROUPS * HEADS, DIM)
+        assert x.shape == (1, rows * BOUNDS[-1], GROUPS * heads, DIM)
         assert all(part.is_contiguous() for part in (x, dt, B, C))
         assert seq_idx.dtype == torch.int32
         borders = [0, *(torch.nonzero(seq_idx[0].diff()).flatten() + 1).tolist(), x.shape[1]]
-        by_group = x[0].unflatten(1, (GROUPS, HEADS)), B[0], C[0], dt[0].unflatten(1, (GROUPS, HEADS))
-        decay = by_group[3] * A.view(GROUPS, HEADS)
+        by_group = x[0].unflatten(1, (GROUPS, heads)), B[0], C[0], dt[0].unflatten(1, (GROUPS, heads))
+        decay = by_group[3] * A.view(GROUPS, heads)
         return (recurrence(*by_group, decay, borders).flatten(1, 2) + D[:, None] * x[0]).unsqueeze(0).float()
 
     layer = Mamba2.__new__(Mamba2)
     torch.nn.Module.__init__(layer)
-    layer.mamba = Mamba(GROUPS * HEADS, DIM, GROUPS, STATE, KERNEL, True, (0.0, float("inf")))
-    layer.heads, layer.sections = HEADS, (HEADS * DIM + 2 * STATE, HEADS * DIM, HEADS)
-    channels, length = GROUPS * layer.sections[0], BOUNDS[-1]
+    layer.mamba = Mamba(GROUPS * heads, DIM, GROUPS, STATE, KERNEL, True, (0.0, float("inf")), pieces)
+    layer.heads, layer.sections = HEADS, (HEADS * DIM + 2 * STATE // pieces, HEADS * DIM, HEADS)
+    channels, length = GROUPS * pieces * layer.sections[0], BOUNDS[-1]
     arguments = (
         torch.randn(length * rows, channels),
-        torch.rand(length * rows, GROUPS, HEADS),
+        torch.rand(length * rows, GROUPS, heads),
         torch.randn(channels, 1, KERNEL),
-        torch.randn(GROUPS, layer.sections[0]),
-        -torch.rand(GROUPS, HEADS),
-        torch.randn(GROUPS, HEADS),
+        torch.randn(GROUPS * pieces, layer.sections[0]),
+        -torch.rand(GROUPS, heads),
+        torch.randn(GROUPS, heads),
     )
     layout = make_delta_layout(BOUNDS, rows, 1, KERNEL, CPU)
-    found = layer._run_kernel(scan, *arguments, layout, rows).view(length * rows, GROUPS, HEADS, DIM)
+    found = layer._run_kernel(scan, *arguments, layout, rows).view(length * rows, GROUPS, heads, DIM)
     expected = layer._run_torch(*arguments, layout)
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
