@@ -137,7 +137,7 @@ def check_divisible(options: BuildOptions, layout: ProcessLayout, model: HfConfi
 
     Fewer KV heads than TP are no error: they are repeated.
     """
-    model = model.get("text_config") or model
+    whole, model = model, model.get("text_config") or model
     tensor, kv_heads = layout.tensor, model.get("num_key_value_heads") or 1
     _check_divisor("tensor_model_parallel_size", tensor, model.get("num_attention_heads"), "attention heads")
     _check_divisor("tensor_model_parallel_size", tensor, model.get("intermediate_size"), "columns of the MLP")
@@ -151,11 +151,13 @@ def check_divisible(options: BuildOptions, layout: ProcessLayout, model: HfConfi
             f"--tensor_model_parallel_size {tensor} x --context_parallel_size {layout.context}: does not divide the "
             f"{key_heads} key heads of the model's gated delta nets. Set a product that divides {key_heads}."
         )
-    is_mamba = model.get("mamba_num_heads") and model.get("n_groups")
-    if is_mamba and model["n_groups"] % (tensor * layout.context):
+    has_mamba = model.get("mamba_num_heads") or model.get("mamba_n_heads")
+    mamba = family_of(whole).describe(whole).mamba if has_mamba and tensor * layout.context > 1 else None
+    if mamba and mamba.units % (tensor * layout.context):
+        noun = "groups" if mamba.pieces == 1 else "parts of the groups"
         raise UsageError(
             f"--tensor_model_parallel_size {tensor} x --context_parallel_size {layout.context}: does not divide the "
-            f"{model['n_groups']} groups of the model's Mamba-2 layers. Set a product that divides {model['n_groups']}."
+            f"{mamba.units} {noun} of the model's Mamba-2 layers. Set a product that divides {mamba.units}."
         )
     if experts := count_experts(model):
         _check_experts(options, layout, experts, model.get("moe_intermediate_size"))

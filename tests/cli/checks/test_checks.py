@@ -130,6 +130,10 @@ def test_groups_of_mamba_layers_that_are_not_divided(tmp_path: Path) -> None:
     config |= {"mamba_num_heads": 8, "n_groups": 4, "hybrid_override_pattern": "M-*-"}
     with pytest.raises(UsageError, match=f"{TP} 4 x {CP} 2: does not divide the 4 groups of the model's Mamba-2 layer"):
         check(write_model(tmp_path / "mamba", config), f"{TP} 4 {CP} 2 {SP} --max_length 1024", world=8)
+    config = DENSE | {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_ssm": 64}
+    config |= {"mamba_n_heads": 4, "mamba_n_groups": 1}
+    with pytest.raises(UsageError, match=f"{TP} 4 x {CP} 2: does not divide the 4 parts of the groups of the model's"):
+        check(write_model(tmp_path / "one group", config), f"{TP} 4 {CP} 2 {SP} --max_length 1024", world=8)
 
 
 @pytest.mark.parametrize(
