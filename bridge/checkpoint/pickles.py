@@ -18,6 +18,8 @@ ALLOWED = {
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
     f"{_DCP}.filesystem": {"_StorageInfo"},
+    # megatron-core keeps the plans of all ranks for the next checkpoint, with some settings or versions of PyTorch.
+    f"{_DCP}.planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata"},
     "torch": {
         "Size", "bfloat16", "bool", "complex64", "complex128", "float16", "float32", "float64", "float8_e4m3fn",

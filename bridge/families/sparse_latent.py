@@ -38,7 +38,7 @@ def describe_sparse(config: HfConfig, *, sources: Sources, interleaved_indexer: 
     return replace(architecture, sparse=sparse)
 
 
-_LAYER_TYPES = {"deepseek_sparse_attention"}
+_LAYER_TYPES = {"deepseek_sparse_attention", "indexed_attention"}  # the second in transformers 5.20
 
 
 def _count_dense_layers(config: HfConfig) -> HfConfig:

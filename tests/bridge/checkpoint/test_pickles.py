@@ -12,6 +12,7 @@ import torch
 from megaswift.bridge.checkpoint.distributed import _common
 from megaswift.bridge.checkpoint.pickles import ALLOWED, UnsafePickle, read_metadata
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 
 class Calls:
@@ -43,6 +44,16 @@ def test_metadata_is_read_as_torch_reads_it(folder):
     assert found.storage_meta.save_id == expected.storage_meta.save_id
     expected.storage_meta = found.storage_meta  # whose load_id is new at each load
     assert found == expected
+
+
+def test_the_plans_of_ranks_that_megatron_core_keeps(folder):
+    """megatron-core saves them in the metadata for its next checkpoint of the same model."""
+    metadata = FileSystemReader(folder).read_metadata()
+    state = {"tensor": torch.ones(2, 3), "object": 1}
+    plan = create_default_local_save_plan(state, is_coordinator=True)
+    metadata.all_local_plans = [plan]  # type: ignore[attr-defined]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert read_metadata(folder).all_local_plans == [plan]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What families make of a config.json: against transformers' config classes, and what they refuse."""
 
 import copy
+import importlib
 import json
 from pathlib import Path
 
@@ -143,6 +144,15 @@ def test_which_layers_have_experts(step, dense):
     theirs = [int(hasattr(layer.mlp, "experts")) for layer in model.model.layers]
     raw = config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
     assert family_of(raw).describe(raw).transformer["moe_layer_freq"] == theirs
+
+
+@pytest.mark.parametrize("name", ["deepseek_sparse_attention", "indexed_attention"])
+def test_layers_with_an_indexer_have_two_names(name) -> None:
+    """transformers 5.20 writes the second, and reads the first as the same."""
+    config = importlib.import_module("tests.bridge.families.deepseek_v32").config().to_dict()
+    layers = config["num_hidden_layers"]
+    plain = family_of(config).describe({key: value for key, value in config.items() if key != "layer_types"})
+    assert family_of(config).describe(config | {"layer_types": [name] * layers}) == plain
 
 
 @pytest.mark.parametrize(
