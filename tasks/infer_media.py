@@ -136,11 +136,10 @@ def count_videos(media: Iterable[Medium]) -> int:
     return sum(medium.kind == "video" for medium in media)
 
 
-def check_media(vision: VisionProcessor | None, most: int, *, has_images: bool = False) -> None:
-    """Raise ValueError if vLLM does not take a model, or its images or videos. most: videos of a prompt"""
-    from .rollout.vllm_images import check_model, takes_videos
+def check_videos(vision: VisionProcessor | None, most: int) -> None:
+    """Raise ValueError if vLLM does not take the videos of a model. most: videos of a prompt"""
+    from .rollout.vllm_images import takes_videos
 
-    check_model("--infer_backend vllm", vision and vision.model_type, has_images=has_images)
     if most and vision and not takes_videos(vision):
         raise ValueError(
             "--infer_backend vllm: takes videos of Qwen3-VL alone in this version. Set --infer_backend transformers."

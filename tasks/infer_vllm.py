@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..bridge.checkpoint.hub import read_config
 from ..templates.formats.medium import Medium
 from ..templates.media.processor import VisionProcessor
 from .infer_engine import AdapterFolder, ChatEngine, Emit
-from .infer_media import EncodedPrompt, check_media, count_videos, to_request
+from .infer_media import EncodedPrompt, check_videos, count_videos, to_request
 from .options import InferOptions
 from .rollout.lora_support import RANKS, lora_rank_bucket
 
@@ -32,8 +33,15 @@ class VllmChat(ChatEngine):
         """media: of each prompt, where the prompts are known"""
         most_videos = max(map(count_videos, media), default=0)
         self.most_videos = options.vllm_limit_mm_per_prompt.get("video", most_videos)
-        has_images = any(medium.kind == "image" for each in media for medium in each)
-        check_media(vision, self.most_videos, has_images=has_images)
+        check_videos(vision, self.most_videos)
+        from .rollout.vllm_images import PromptWriter, check_model, image_arguments, takes_images
+
+        check_model(
+            "--infer_backend vllm",
+            read_config(folder),
+            has_images=any(medium.kind == "image" for each in media for medium in each),
+            trusts_code=bool(options.vllm_engine_kwargs.get("trust_remote_code")),
+        )
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(
                 "--infer_backend vllm: vLLM is not installed. Install it (on NVIDIA GPUs: pip install "
@@ -47,7 +55,6 @@ class VllmChat(ChatEngine):
         import torch
 
         from .rollout.vllm_audios import EXTENSION
-        from .rollout.vllm_images import PromptWriter, image_arguments, takes_images
         from .rollout.vllm_kwargs import engine_kwargs, set_cpu_defaults
 
         if not torch.cuda.is_available():

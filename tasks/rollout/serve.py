@@ -50,7 +50,8 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     hf_config = read_config(folder)
     dtype = dtype_of(options, hf_config)
     if kind == "vllm":
-        check_model("--infer_backend vllm", hf_config.get("model_type"))
+        trusts_code = bool(options.vllm_engine_kwargs.get("trust_remote_code"))
+        check_model("--infer_backend vllm", hf_config, trusts_code=trusts_code)
         from .vllm_async import VllmBackend
 
         backend = VllmBackend(folder, options, dtype)

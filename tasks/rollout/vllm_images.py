@@ -5,9 +5,12 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...bridge.checkpoint.hub import read_config
 from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.families.thinker import THINKER, WHOLE
+from ...bridge.families.vlm_text import text_config
 from ...bridge.mapping.architecture import HfConfig
 from ...templates.formats.medium import MediaKind
 from ...templates.json_types import JsonObject
@@ -120,17 +123,28 @@ def takes_images(model_type: str) -> bool:
     return family is None or not family.has_blocks
 
 
-def check_model(flag: str, model_type: str | None, *, has_images: bool = False) -> None:
+def check_model(flag: str, config: HfConfig, *, has_images: bool = False, trusts_code: bool = False) -> None:
     """Raise ValueError, naming the flag, for a model with which vLLM does not answer in this version.
 
-    has_images: prompts have some
+    has_images: prompts have some. trusts_code: vLLM may run the code of the checkpoint
     """
-    if model_type is not None and model_type.endswith("_thinker"):
+    model_type = config.get("model_type") or ""
+    if text_config(config).get("kv_lora_rank") and not torch.cuda.is_available():
+        raise ValueError(
+            f"{flag}: vLLM's build for CPUs has no latent attention, as {model_type} has. Use transformers, if it has "
+            "the model, or a GPU."
+        )
+    if model_type == "kimi_vl" and not trusts_code:
+        raise ValueError(
+            f"{flag}: vLLM reads the images of {model_type} by the checkpoint's own code. Set --vllm_engine_kwargs "
+            """'{"trust_remote_code": true}' if you trust it."""
+        )
+    if model_type.endswith("_thinker"):
         raise ValueError(
             f"{flag}: vLLM has no class for {model_type}, a thinker by itself. Set the whole checkpoint, or use "
             "transformers."
         )
-    if has_images and not takes_images(model_type or ""):
+    if has_images and not takes_images(model_type):
         raise ValueError(
             f"{flag}: vLLM does not take the images of {model_type} in this version: they attend in both directions, "
             "which it computes on some GPUs alone. Use transformers."

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megaswift.tasks.rollout import factory
 from megaswift.templates.media.families import FAMILIES
 
@@ -21,16 +22,24 @@ from megaswift.templates.media.families import FAMILIES
             False,
             "--use_vllm true: vLLM has no class for qwen3_omni_moe_thinker",
         ),
+        ("kimi_vl", False, "--use_vllm true: vLLM reads the images of kimi_vl by the checkpoint's own code"),
+        ("kimi_k25", False, "--use_vllm true: vLLM's build for CPUs has no latent attention, as kimi_k25 has"),
         ("gemma3", False, "--use_vllm true: vLLM does not take the images of gemma3 in this version"),
     ],
 )
 def test_what_vllm_takes(monkeypatch: pytest.MonkeyPatch, model_type: str, has_videos: bool, said: str | None) -> None:
     monkeypatch.setattr(factory, "has_videos", lambda data: has_videos)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     vision = SimpleNamespace(family=FAMILIES[model_type])
-    run: Any = SimpleNamespace(data=None, vision=vision, hf_config={"model_type": model_type}, most_images=1)
+    config = {"model_type": model_type, "text_config": {"kv_lora_rank": 512 if model_type == "kimi_k25" else None}}
+    run: Any = SimpleNamespace(data=None, vision=vision, hf_config=config, most_images=1)
     for use_vllm in (True, False):
         options: Any = SimpleNamespace(
-            vllm_mode=None, vllm_server_host=None, vllm_server_base_url=None, use_vllm=use_vllm
+            vllm_mode=None,
+            vllm_server_host=None,
+            vllm_server_base_url=None,
+            use_vllm=use_vllm,
+            vllm_engine_kwargs={},
         )
         monkeypatch.setattr(factory.importlib.util, "find_spec", lambda name: object())
         if said and use_vllm:
