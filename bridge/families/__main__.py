@@ -70,7 +70,8 @@ InternVL with Qwen3 and Llama 4 (`test_vllm_vision.py`: exported folders of equa
 Qwen2.5-Omni and Qwen3-Omni (`tests/tasks/rollout/test_vllm_omni.py`). Others are untested; known are:
 
 - that build has no latent attention (MLA) and no sparse attention (the DeepSeek families, glm4_moe_lite, glm_moe_dsa,
-  Kimi, which are refused on CPUs), no experts with MiniMax-M2's scores, none of Nemotron-H without a gate, and gpt_oss not in float32;
+  Kimi): models with latent attention are refused on CPUs. It has no experts with MiniMax-M2's scores, none of
+  Nemotron-H without a gate, and gpt_oss not in float32;
 - ministral3: vLLM does not read `llama_4_scaling_beta`: numbers differ behind `original_max_position_embeddings`;
 - gemma2: numbers of that build differ where scores are capped, and equal without caps;
 - seed_oss with biases on outputs or in the MLP (no published model has them): vLLM leaves these out;
