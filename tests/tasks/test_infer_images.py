@@ -201,3 +201,11 @@ def test_text_needs_no_files_of_a_processor(model, tmp_path):
             (bare / file.name).symlink_to(file)
     without = ask(bare, [row], tmp_path)
     assert [answer["response"] for answer in without] == [answer["response"] for answer in with_files]
+
+
+def test_images_that_vllm_does_not_take(pictures, tmp_path):
+    """Those of Gemma 3, before vLLM is looked for."""
+    gemma = tiny_vision.FAMILIES["gemma3"](tmp_path / "gemma3")
+    row = {"query": "<image>what?", "images": pictures[0][:1]}
+    with pytest.raises(ValueError, match="--infer_backend vllm: vLLM does not take the images of gemma3"):
+        ask(gemma, [row], tmp_path, infer_backend="vllm")
