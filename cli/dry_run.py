@@ -17,7 +17,7 @@ from .flags import flags_of, show
 from .launch import gpu_model, shown_command, torchrun_command
 from .training_launch import TrainingLaunch
 
-WITHOUT_GPU = GPUS["h100"].name, GPUS["h100"].memory * GIB  # whose time is shown where there is no GPU
+WITHOUT_GPU = GPUS["h100"].name, GPUS["h100"].memory * GIB  # GPU of the time that is shown where there is none
 
 
 def report(

@@ -36,7 +36,7 @@ def template(names: dict[str, str]) -> str:
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-POSITIONS = {"image_size": 96, "apply_vit_abs_pos_embed": True}  # of published towers, which vLLM reads
+POSITIONS = {"image_size": 96, "apply_vit_abs_pos_embed": True}  # settings of published towers, which vLLM reads
 WHISPER = "num_mel_bins", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "d_model", "output_dim"
 SPEAKING = {
     "hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -9,7 +9,7 @@ from ..mapping.param_mapping import COLUMN, QKV, REPLICATED, ROW, Family, ParamM
 from .decoder import DEFAULTS, ENDS, check_layer_types, check_supported, describe_decoder, layer_mapping
 from .softmax_moe import MIXTRAL_GATES
 
-GROUPS = 16  # of a convolution's channels, at most
+GROUPS = 16  # most parts into which ranks can divide a convolution's channels
 MIXERS = {"conv": "short_conv", "full_attention": "attention"}
 
 

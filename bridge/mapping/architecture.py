@@ -91,8 +91,8 @@ class Mamba(NamedTuple):
     kernel: int  # tokens of the convolution
     conv_bias: bool
     dt_limits: tuple[float, float]  # bounds of a time step
-    # Parts of a group that ranks can have: each has some of its heads, and a part of its key and query, which ranks
-    # with the same group gather.
+    # Parts into which ranks can divide a group: each has some of its heads, and a part of its key and query. Ranks with
+    # the same group gather the key and query.
     pieces: int = 1
     has_norm: bool = True  # a norm over each group's gated output
     # Factors on the projected gates, values, keys, queries and time steps.
@@ -241,7 +241,7 @@ class Architecture:
     layer_scalar: bool = False  # each layer's output is multiplied by a number of the checkpoint
     embedding_scale: float = 1.0  # factor on the embedding's output, in the model's dtype
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP
-    mixer_scales: tuple[float, float] = (1.0, 1.0)  # of attention and of Mamba-2, in layers with both
+    mixer_scales: tuple[float, float] = (1.0, 1.0)  # factors on attention's and Mamba-2's outputs, in layers with both
     gate_scale: float = 1.0  # factor on the gates of dense MLPs
     mlp_scale: float = 1.0  # factor on the outputs of MLPs
     logits_scale: float = 1.0  # divisor of the logits

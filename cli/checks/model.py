@@ -137,7 +137,7 @@ def check_divisible(options: BuildOptions, layout: ProcessLayout, model: HfConfi
 
     Fewer KV heads than TP are no error: they are repeated.
     """
-    whole, model = model, model.get("text_config") or model
+    config, model = model, model.get("text_config") or model
     tensor, kv_heads = layout.tensor, model.get("num_key_value_heads") or 1
     _check_divisor("tensor_model_parallel_size", tensor, model.get("num_attention_heads"), "attention heads")
     _check_divisor("tensor_model_parallel_size", tensor, model.get("intermediate_size"), "columns of the MLP")
@@ -152,7 +152,7 @@ def check_divisible(options: BuildOptions, layout: ProcessLayout, model: HfConfi
             f"{key_heads} key heads of the model's gated delta nets. Set a product that divides {key_heads}."
         )
     has_mamba = model.get("mamba_num_heads") or model.get("mamba_n_heads")
-    mamba = family_of(whole).describe(whole).mamba if has_mamba and tensor * layout.context > 1 else None
+    mamba = family_of(config).describe(config).mamba if has_mamba and tensor * layout.context > 1 else None
     if mamba and mamba.units % (tensor * layout.context):
         noun = "groups" if mamba.pieces == 1 else "parts of the groups"
         raise UsageError(

@@ -45,7 +45,7 @@ class Recipe:
     gpus: int
     length: int  # tokens of a pack
     batches: tuple[int, int]  # micro and global batch, in packs
-    flags: str  # of the layout
+    flags: str  # flags of the layout
     gpu: str = "h100"
     speed: float | None = None  # tokens per second of a GPU
     memory: float | None = None  # GiB of a GPU

@@ -56,10 +56,10 @@ class StepTime(NamedTuple):
     """Seconds of a step by what takes them."""
 
     compute: float  # products, attention and memory
-    exchange: float  # of tensor, expert and context parallelism, and of gradients
+    exchange: float  # communication of tensor, expert and context parallelism, and of gradients
     host: float  # waits for the host
-    idle: float  # of pipeline stages
-    update: float  # of the optimizer
+    idle: float  # pipeline bubbles
+    update: float  # the optimizer's step
 
     @property
     def total(self) -> float:

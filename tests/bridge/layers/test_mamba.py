@@ -54,7 +54,7 @@ def test_chunks_give_what_the_recurrence_gives(rows):
 def test_the_kernel_gets_one_row_of_documents(rows, pieces):
     """Its stand-in computes what mamba_ssm documents of its arguments."""
     torch.manual_seed(2)
-    heads = HEADS * pieces  # of a group
+    heads = HEADS * pieces  # heads in a group
 
     def scan(x, dt, A, B, C, *, chunk_size, D, seq_idx):
         assert x.shape == (1, rows * BOUNDS[-1], GROUPS * heads, DIM)

@@ -164,7 +164,7 @@ def test_what_bounds_a_small_micro_batch(rows, workload_of) -> None:
     whole, halves = (
         seconds_per_step(workload_of(rows.ROWS["moe"].config), GpuLayout(1, micro_batch=size), H200) for size in (2, 1)
     )
-    sums = 8 * 128 * 3 * 2048 * 768  # of the experts, added to in fp32 eight times more
+    sums = 8 * 128 * 3 * 2048 * 768  # bytes of the experts' fp32 sums, added to eight times more
     assert halves - whole > 8 * 8 * sums / H200.bandwidth
 
 

@@ -215,8 +215,8 @@ def test_a_recomputed_tower_follows_the_language_model(command) -> None:
         for more in ("true", "false")
     }
     text = plan_run(options_of(command("vl-4b-pp2")), 2, TEXT).memory
-    patches = 32 * 0.5 * 4096 / 2 * 4  # of 32 micro batches on one of two ranks
-    values = 8 * 1024 + 2 * 4096  # of norms, attention and MLP, per patch and layer
+    patches = 32 * 0.5 * 4096 / 2 * 4  # patches of 32 micro batches on one of two ranks
+    values = 8 * 1024 + 2 * 4096  # values of norms, attention and MLP, per patch and layer
     assert plans["false"].activations - plans["true"].activations > 2**34
     assert plans["false"].activations > text.activations + 2 * 24 * values * patches
     features = 2 * 2 * 4 * 2560 * 32 * 0.5 * 4096 * 1.35

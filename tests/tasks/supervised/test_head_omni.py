@@ -26,7 +26,7 @@ JUDGE = (
     'Note that the answer can only be "yes" or "no".'
 )
 INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
-TURN = "{{- '<|im_start|>' + message.role + '\\n' }}", "{{- '<|im_end|>\\n' }}"  # of the chat template
+TURN = "{{- '<|im_start|>' + message.role + '\\n' }}", "{{- '<|im_end|>\\n' }}"  # pieces of the chat template
 FLAGS = {
     "seq_cls": "sft --task_type seq_cls --model {}-classifier --num_labels 3 --problem_type " + PROBLEM,
     "embedding": "sft --task_type embedding --model {} --infonce_use_batch false",
