@@ -31,6 +31,8 @@ TOWER_CLASSIFIERS = {
     "glm4v_text": "Glm4vForSequenceClassification",
     "glm4v_moe_text": "Glm4vMoeForSequenceClassification",
     "qwen3_asr": "Qwen3ASRForSequenceClassification",
+    "qwen2_5_omni_text": "Qwen2_5OmniForSequenceClassification",
+    "qwen3_omni_moe_text": "Qwen3OmniMoeForSequenceClassification",
 }
 TEXTS = ["What is 7 + 15?", "A capital", "user assistant system", "é, and what BPE makes of it: twenty-two, or so"]
 
