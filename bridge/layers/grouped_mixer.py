@@ -1,9 +1,10 @@
-"""Base of token mixers with a state, whose heads are in groups: gated delta nets and Mamba-2.
+"""Base of token mixers whose heads or channels are in groups: delta rules, Mamba-2, lightning attention, convolutions.
 
 Tensors are ordered by groups, so that tensor parallelism splits them into equal windows. So does context parallelism,
 which exchanges positions for heads inside the layer: a rank then has whole documents, of a part of the heads.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .delta_rule import DeltaLayout
 
 
-class GroupedMixer(MegatronModule):
+class GroupedMixer(MegatronModule, ABC):
     """Projection, short convolution and state of each group, gated norm, projection: a `self_attention` for specs.
 
     in_proj and out_proj: the spec's column- and row-parallel linears
@@ -103,16 +104,16 @@ class GroupedMixer(MegatronModule):
         projected, _ = self.in_proj(hidden_states)
         return projected.unflatten(-1, (self.groups, -1)).split(self.sections, dim=-1)
 
+    @abstractmethod
     def _mix(self, *inputs: Any) -> Tensor:
         """Mix the tokens of full documents: inputs [sequence, rows, groups, ...] of each section but the gate's.
 
         Returns [sequence, rows, groups, heads, value dim]. The last input is the layout.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """Norm the output and multiply it by its gate: both [sequence, rows, groups, heads, value dim]."""
-        raise NotImplementedError
 
     def _recompute(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Return function(*arguments), which the backward pass computes again.
