@@ -58,9 +58,12 @@ class _StackedLinear(torch.nn.Module):
 
         The bias is not added: see `added_bias`.
         """
+        return self._forward_impl(x, self.weight, ends, counts)
+
+    def _forward_impl(self, x: Tensor, weight: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
         if counts is None and self.accumulates:
-            return cast(Tensor, _AccumulatingProduct.apply(x, self.weight, ends))
-        return grouped_product(x, self.weight, ends, counts)
+            return cast(Tensor, _AccumulatingProduct.apply(x, weight, ends))
+        return grouped_product(x, weight, ends, counts)
 
     def added_bias(self) -> Tensor | None:
         """Return the bias that this rank adds, [experts, out]; None without biases."""

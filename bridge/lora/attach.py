@@ -3,9 +3,11 @@
 import math
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from ..model.trainable import is_frozen
 from ..options import VisionOptions
 from .adapter_mapping import EMBEDDING_MODULE, ROUTER, AdapterPlan, plan_adapters
 from .disable_adapter import AdapterSwitch
-from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, MatrixSharding
+from .layers import EmbeddingAdapter, ExpertsAdapter, FusedLinearAdapter, LinearAdapter, MatrixSharding
 from .settings import LoraSettings
 
 
@@ -69,7 +71,9 @@ def attach_adapters(
                 module.adapter = adapter = _build(model, module, parameter, key, entries[key], plan, settings, dtype)
                 # Transformer Engine's modules reject parameters of another dtype than their input.
                 module.activation_dtype = model.config.params_dtype
-                if not key.name.endswith(f"{ROUTER}.weight"):  # the router calls its adapter itself
+                if isinstance(adapter, FusedLinearAdapter | ExpertsAdapter):
+                    module._forward_impl = partial(adapter)  # by itself it would be registered as a further child
+                elif not key.name.endswith(f"{ROUTER}.weight"):  # the router calls its adapter itself
                     adapter.hook = module.register_forward_hook(_adapter_hook)
     for chunk in model.chunks:
         enable_grads_through_frozen(chunk, has_trained_input=model.vision is not None and model.vision.trains)
@@ -106,7 +110,9 @@ def _build(
         adapter = ExpertsAdapter(weight, parts, settings.rank, settings.scaling, dtype, sharding)
     else:
         bias = getattr(module, "bias", None)
-        adapter = LinearAdapter(
+        is_linear = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+        kind = FusedLinearAdapter if is_linear and split is None and not settings.dora else LinearAdapter
+        adapter = kind(
             weight, parts, settings.rank, settings.scaling, dtype, sharding,
             dropout=plan.dropout, dora=settings.dora, bias=bias,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..mapping.local_params import ADAPTER
 from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter
@@ -16,7 +16,7 @@ class AdapterSwitch:
 
     def __init__(self, chunks: Sequence[GPTModel]):
         kinds = LinearAdapter, ExpertsAdapter, EmbeddingAdapter
-        self._adapters: list[nn.Module] = [
+        self._adapters: list[LinearAdapter | ExpertsAdapter | EmbeddingAdapter] = [
             module for chunk in chunks for module in chunk.modules() if isinstance(module, kinds)
         ]
         self._initial: list[tuple[Tensor, Tensor]] = [
@@ -31,18 +31,14 @@ class AdapterSwitch:
         """Disable the adapters and restore the initial values of fully trained modules. Run no backward pass inside."""
         current = [parameter.detach().clone() for parameter, _ in self._initial]
         for adapter in self._adapters:
-            adapter.forward = _return_output
+            adapter.enabled = False
         _assign(zip((parameter for parameter, _ in self._initial), (value for _, value in self._initial), strict=True))
         try:
             yield
         finally:
             for adapter in self._adapters:
-                del adapter.forward
+                adapter.enabled = True
             _assign(zip((parameter for parameter, _ in self._initial), current, strict=True))
-
-
-def _return_output[T](x: Tensor, output: T, *_: object) -> T:
-    return output
 
 
 @torch.no_grad()

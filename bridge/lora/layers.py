@@ -20,7 +20,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..kernels import usable
 from ..layers.experts import grouped_product
+from .product import adapted_experts, adapted_linear
 
 
 class MatrixSharding(NamedTuple):
@@ -39,6 +41,7 @@ class _Adapter(nn.Module):
     """
 
     mask: Tensor | None
+    enabled = True
 
     def __init__(
         self, weight: Tensor, parts: Tensor, rank: int, scaling: float, dtype: torch.dtype, sharding: MatrixSharding
@@ -103,6 +106,8 @@ class LinearAdapter(_Adapter):
 
         x: the layer's input. output: the layer's output, as megatron-core has it with or without a deferred bias.
         """
+        if not self.enabled:
+            return output
         y, *deferred_bias = output if isinstance(output, tuple) else (output,)
         a, b = self.factors(y.dtype)
         low_rank = self._to_output_tokens(F.linear(self._apply_dropout(x.to(y.dtype)), a))
@@ -177,20 +182,43 @@ class LinearAdapter(_Adapter):
         return weights * self._row_scale(weight).unsqueeze(1)
 
 
-class ExpertsAdapter(_Adapter):
-    """Adapter of the stacked weights [experts, outputs, inputs] of this rank's experts."""
+class FusedLinearAdapter(LinearAdapter):
+    """Adapter within the matrix product of a frozen linear layer of megatron-core: its `_forward_impl`.
 
-    def forward(self, x: Tensor, y: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
-        """Return y [rows, outputs] plus the adapter's product with x [rows, inputs], both sorted by expert.
+    For a weight that one rank has whole, without DoRA.
+    """
 
-        ends, counts: as in layers/experts.py.
+    def forward(self, *, input: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> Tensor:
+        """Return the layer's product and the adapter's: input [..., in], weight [out, in], bias [out] -> [..., out].
+
+        Other arguments are about communication and gradients of the weight.
         """
-        a, b = self.factors(y.dtype)
-        if counts is None:  # grouped products need rows of at least 16 bytes
-            padding = -self.lora_A.shape[1] % 8
-            a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
+        dropout = self.dropout if self.training else 0.0
+        if not self.enabled:
+            y = F.linear(input, weight)
+        elif dropout and not usable(input):
+            y = super().forward(input, F.linear(input, weight))
+        else:
+            y = adapted_linear(input, weight, *self.factors(input.dtype), self.scaling, dropout)
+        # As in megatron-core, a bias gets no gradient from the product of a frozen weight: see model/build.py.
+        return y if bias is None else y + bias.detach()
+
+
+class ExpertsAdapter(_Adapter):
+    """Adapter of the stacked weights [experts, outputs, inputs] of this rank's experts: their `_forward_impl`."""
+
+    def forward(self, x: Tensor, weight: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
+        """Return the product of x [rows, in] and `weight`, and the adapter's -> [rows, outputs].
+
+        The rows are sorted by expert. ends, counts: as in layers/experts.py.
+        """
+        if not self.enabled:
+            return grouped_product(x, weight, ends, counts)
+        a, b = self.factors(x.dtype)
+        if counts is None:
+            return adapted_experts(x, weight, a, b, self.scaling, ends)
         delta = grouped_product(grouped_product(x, a, ends, counts), b, ends, counts)
-        return torch.add(y, delta, alpha=self.scaling)
+        return torch.add(grouped_product(x, weight, ends, counts), delta, alpha=self.scaling)
 
     @torch.no_grad()
     def merged(self, weight: Tensor, expert: int = 0) -> Tensor:
@@ -201,6 +229,8 @@ class ExpertsAdapter(_Adapter):
 
 class EmbeddingAdapter(nn.Module):
     """Adapter of an embedding: this rank's rows of lora_A [vocabulary, rank], and lora_B [hidden, rank]."""
+
+    enabled = True
 
     def __init__(
         self, weight: Tensor, rank: int, scaling: float, dtype: torch.dtype, sharding: MatrixSharding, first_token: int
@@ -219,6 +249,8 @@ class EmbeddingAdapter(nn.Module):
 
         y: [batch, sequence, hidden]; under sequence parallelism [sequence / TP, batch, hidden].
         """
+        if not self.enabled:
+            return y
         local_ids = tokens - self.first_token
         is_local = (local_ids >= 0) & (local_ids < len(self.lora_A))
         low_rank = F.embedding(local_ids * is_local, self.lora_A) * is_local.unsqueeze(-1)

@@ -44,4 +44,5 @@ def merge_and_unload(chunks: Sequence[GPTModel]) -> None:
             if adapter := getattr(module, "adapter", None):
                 if hook := getattr(adapter, "hook", None):
                     hook.remove()
+                module.__dict__.pop("_forward_impl", None)
                 del module.adapter

@@ -143,18 +143,18 @@ def test_experts_adapters_in_one_product_are_those_one_by_one(rank):
     device = torch.device("cuda")
     ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
     place = MatrixSharding(None, ProcessGroup, sequence_parallel=False, communicates=False)  # pyright: ignore[reportArgumentType]
-    weight = torch.empty(len(counts), 32, 24, device=device)
+    torch.manual_seed(0)
+    weight = torch.randn(len(counts), 32, 24, device=device)
     parts = torch.eye(2, dtype=torch.bool, device=device).repeat_interleave(16, 0)  # gates and ups
     adapter = ExpertsAdapter(weight, parts, rank, 2.0, torch.float32, place)
-    torch.manual_seed(0)
     for parameter in adapter.parameters():
         torch.nn.init.normal_(parameter)
-    x, y, grad = (torch.randn(sum(counts), size, device=device) for size in (24, 32, 32))
+    x, grad = (torch.randn(sum(counts), size, device=device) for size in (24, 32))
     found = {}
     for dtype, given in ((torch.float32, counts), (torch.bfloat16, None)):
         _ = [torch.full((1 << 12,), torch.nan, device=device) for _ in range(500)]  # what is left unwritten is these
         inputs = x.to(dtype).requires_grad_()
-        output = adapter(inputs, y.to(dtype), ends, given)
+        output = adapter(inputs, weight.to(dtype), ends, given)
         gradients = torch.autograd.grad(output, [inputs, *adapter.parameters()], grad.to(dtype))
         found[dtype] = [output.detach(), *gradients]
     for name, exact, rounded in zip(("output", "x", "A", "B"), *found.values(), strict=True):
