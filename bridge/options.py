@@ -147,8 +147,8 @@ class VisionOptions:
     aligner_lr: Annotated[float | None, "Learning rate of the mergers. Default: --lr.", "[0, inf)"] = None
     vit_gradient_checkpointing: Annotated[
         bool | None,
-        "Recompute the trained tower's forward pass, instead of keeping its activations. Default: true with pipeline "
-        "parallelism, where they would be those of all micro batches of a step.",
+        "Recompute the trained tower's forward pass, instead of keeping its activations. Default: with pipeline "
+        "parallelism, where they would be those of all micro batches of a step, for what does not fit into memory.",
     ] = None
     precompute_features: Annotated[
         bool,

@@ -41,6 +41,7 @@ def report(
     samples_per_pass = options.training.micro_batch_size * layout.data
     training = options.training
     command = torchrun_command(launch.processes, _without_dry_run(argv))
+    images, gpu = _images(data), _gpu(launch)
     lines = [
         *_option_lines(options, sources),
         "",
@@ -55,8 +56,8 @@ def report(
         f"{plural(training.global_batch_size // samples_per_pass, 'micro batch')}",
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
-        f"  memory            {memory_line(options, layout.world, _images(data))}",
-        *_time_lines(options, layout, launch, data),
+        f"  memory            {memory_line(options, layout.world, images, gpu.memory)}",
+        *_time_lines(options, layout, images, gpu, data),
         f"  command           {shown_command(command, launch.settings)}",
         *_server_lines(launch),
         "",
@@ -78,14 +79,19 @@ def _images(data: DataPlan) -> Images:
     return Images(visual_tokens / int(store.lengths.sum()), visual_tokens / sum(store.media_counts().values()))
 
 
-def _time_lines(options: SftOptions, layout: ProcessLayout, launch: TrainingLaunch, data: DataPlan) -> list[str]:
-    """Return the expected time of the run on its GPUs, or on H100s where there are none."""
+def _gpu(launch: TrainingLaunch) -> Gpu:
+    """Return the GPU of the run; an H100 where there is none."""
+    gpus = launch.placement.training
+    return Gpu(*(gpu_model(gpus[0]) if gpus else None) or WITHOUT_GPU, launch.processes.per_node)
+
+
+def _time_lines(options: SftOptions, layout: ProcessLayout, images: Images, gpu: Gpu, data: DataPlan) -> list[str]:
+    """Return the expected time of the run."""
     from ..templates.dataset.store import TokenStore
 
-    gpus, store = launch.placement.training, data.prepared.train
-    gpu = Gpu(*(gpu_model(gpus[0]) if gpus else None) or WITHOUT_GPU, launch.processes.per_node)
+    store = data.prepared.train
     document = round(store.lengths.mean()) if isinstance(store, TokenStore) else None
-    line = time_line(options, layout.world, _images(data), document, gpu, data.steps)
+    line = time_line(options, layout.world, images, document, gpu, data.steps)
     return [f"  time              {line}"] if line else []
 
 

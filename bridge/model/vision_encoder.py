@@ -6,12 +6,15 @@ each rank has those of its own visual tokens and layers. They enter the language
 gradients are sent back for the tower's backward pass. The schedule and its recomputation therefore know nothing of the
 tower. Without pipeline parallelism micro batches are encoded right before their forward passes, and the tower's
 backward pass follows those of the language model. With pipeline parallelism all are encoded before the schedule, and
-have their backward passes after it. Some micro batches are encoded together, so that the host launches fewer kernels:
-as many as the ranks of a replica if activations are kept for a backward pass, which then take the memory that a micro
-batch takes on one rank.
+have their backward passes after it.
+
+Micro batches are encoded together, so that the host launches fewer and longer kernels. Where activations are kept for a
+backward pass, their number is bounded by memory: by `kept_patches` of each rank, but as many as the ranks of a replica
+take what one micro batch takes on one rank. With pipeline parallelism the first `kept_patches` of a step keep their
+activations, and the others are recomputed.
 """
 
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,13 +37,10 @@ from ..layers.tile_features import plan_features
 from ..layers.tower_part import TowerPart
 from ..layers.vision_tower import MERGERS
 from ..mapping.architecture import Vision
+from .encoding_groups import CALL_PATCHES, FORWARD_CALL_PATCHES, FRAME_PATCHES, count_evenly, count_kept, patch_counts
 from .feature_exchange import Exchange, FeatureExchange
 from .media_inputs import MediaInputs
-
-# Patches that the tower takes at a time, with and without a backward pass, unless one medium has more, and the limit of
-# a rank's micro batches that are encoded together.
-CALL_PATCHES, FORWARD_CALL_PATCHES = 16384, 32768
-FRAME_PATCHES = 4  # frames of a spectrogram that count as a patch in these limits
+from .tower_pass import TowerPass, now
 
 
 class Normalization(NamedTuple):
@@ -104,8 +104,10 @@ class _Encoded:
 class VisionEncoder:
     """Encoder of a model's media. Every rank calls every method in the same order.
 
-    normalization: of the pixels; must be set before the first is encoded. recomputes: run the tower's forward pass
-    again for its backward pass, instead of keeping its activations.
+    normalization: of the pixels; must be set before the first is encoded
+    recomputes: run the tower's forward pass again for its backward pass, instead of keeping its activations; None: with
+    pipeline parallelism, for the patches beyond `kept_patches`
+    kept_patches: patches of each rank whose activations fit into memory; the same on all ranks of a replica
 
         encoder.begin(batches, forward_only=...)
         features = encoder.features(number)        # before the forward pass of each micro batch, in order
@@ -125,12 +127,15 @@ class VisionEncoder:
         self.normalization: Normalization | None = None
         self.store: Store | None = None  # takes the features that a frozen tower has computed
         self.is_pipelined = groups.pp.size() > 1
-        self.recomputes = self.is_pipelined
+        self.recomputes: bool | None = None
+        self.kept_patches = 0
         self.exchange = FeatureExchange(self.levels, config, groups, stages)
         self._batches: list[MediaInputs | None] = []
+        self._patches: list[int] = []  # of each micro batch, on all ranks of a replica
         self._features: list[MediaFeatures | None] = []
         self._pending: list[_Encoded] = []  # whose backward passes are to come
         self._is_trained, self._is_timed = False, False  # in this step
+        self._room = 0.0  # patches of a replica's ranks whose activations can still be kept in this pipelined step
         self._spans: list[TowerPass] = []
 
     @property
@@ -155,9 +160,12 @@ class VisionEncoder:
         """Begin a step, or an evaluation, on these micro batches; None: without media."""
         self._is_trained, self._is_timed = self.trains and not forward_only, not forward_only
         self._batches, self._features = list(batches), []
+        self._patches = patch_counts(batches)
         if self.is_pipelined:
+            self._room = self._kept_limit if self.recomputes is None else math.inf
             with self._timed():
-                self._features = self._encode(batches)
+                while len(self._features) < len(batches):
+                    self._encode_next()
 
     def features(self, number: int) -> MediaFeatures | None:
         """Return the features of a micro batch; None without media."""
@@ -165,8 +173,7 @@ class VisionEncoder:
             with self._timed():
                 self._run_backward()
                 self._features = [None] * number  # the schedule is done with them
-                batches = self._batches[number:]
-                self._features += self._encode(batches[: self._count_together(batches)])
+                self._encode_next()
         return self._features[number]
 
     def end(self) -> None:
@@ -183,36 +190,40 @@ class VisionEncoder:
                 leaves.clear()
         self._pending = []
 
-    def pop_spans(self) -> "list[TowerPass]":
+    def pop_spans(self) -> list[TowerPass]:
         """Return the times of the tower's passes since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        begin = _now()
+        begin = now()
         with torch.profiler.record_function("vision tower"):
             yield
         if self._is_timed:
-            self._spans.append(TowerPass(begin, _now()))
+            self._spans.append(TowerPass(begin, now()))
 
-    def _encode(self, batches: Sequence[MediaInputs | None]) -> list[MediaFeatures | None]:
-        """Encode micro batches, and exchange their features."""
+    def _encode_next(self) -> None:
+        """Encode the next micro batches together, and exchange their features."""
+        first = len(self._features)
+        count, keeps_graph = self._next_encoding(list(accumulate(self._patches[first:])))
+        batches = self._batches[first : first + count]
         media = [batch for batch in batches if batch is not None]
-        encode = self._encode_trained if self._is_trained else self._encode_frozen
-        remaining = iter([features for group in self._groups(media) for features in encode(group)])
-        return [None if batch is None else next(remaining) for batch in batches]
+        encoded: list[MediaFeatures] = []
+        if media:
+            encoded = self._encode_trained(media, keeps_graph) if self._is_trained else self._encode_frozen(media)
+        features = iter(encoded)
+        self._features += [None if batch is None else next(features) for batch in batches]
 
     def _encode_frozen(self, batches: Sequence[MediaInputs]) -> list[MediaFeatures]:
         """Encode micro batches together, without a backward pass."""
         parts = zip(batches, self._compute_together(batches), strict=True)
         return [self._exchanged(self.exchange.plan(batch), features) for batch, features in parts]
 
-    def _encode_trained(self, batches: Sequence[MediaInputs]) -> list[MediaFeatures]:
+    def _encode_trained(self, batches: Sequence[MediaInputs], keeps_graph: bool) -> list[MediaFeatures]:
         """Encode micro batches together, with a backward pass to come."""
         local_media = [self._local_media(batch) for batch in batches]
-        passes = self._passes(_concatenated(local_media), CALL_PATCHES)
-        keeps_graph = self.trains_tower and not self.recomputes
+        passes = self._passes(_concatenated(local_media), FORWARD_CALL_PATCHES if keeps_graph else CALL_PATCHES)
         features, states = [], []
         for tower_pass in passes:
             with torch.set_grad_enabled(keeps_graph):
@@ -241,21 +252,35 @@ class VisionEncoder:
         return [features for group in self._groups(batches) for features in self._compute_together(group)]
 
     def _groups(self, batches: Sequence[MediaInputs]) -> Iterator[Sequence[MediaInputs]]:
-        """Yield the micro batches that are encoded together."""
+        """Yield the micro batches that are encoded together without a backward pass."""
         while batches:
-            count = self._count_together(batches)
+            count = count_evenly(list(accumulate(patch_counts(batches))), FORWARD_CALL_PATCHES * self.exchange.ranks)
             yield batches[:count]
             batches = batches[count:]
 
-    def _count_together(self, batches: Sequence[MediaInputs | None]) -> int:
-        """Return how many of the first micro batches are encoded together."""
-        limit = (CALL_PATCHES if self._is_trained else FORWARD_CALL_PATCHES) * self.exchange.ranks
-        sizes = accumulate(
-            0 if batch is None else int(batch.grids.prod(1).sum() + batch.frames.sum() // FRAME_PATCHES)
-            for batch in batches
-        )
-        count = max(sum(total <= limit for total in sizes), 1)
-        return min(count, self.exchange.ranks) if self._is_trained and not self.is_pipelined else count
+    @property
+    def _kept_limit(self) -> int:
+        """Patches of all ranks of a replica whose activations fit into memory."""
+        return self.kept_patches * self.exchange.ranks
+
+    def _next_encoding(self, ends: list[int]) -> tuple[int, bool]:
+        """Return how many of the next micro batches are encoded together, and whether their activations are kept.
+
+        ends: patches of each micro batch and those before it. All ranks of a replica return the same.
+        """
+        ranks = self.exchange.ranks
+        if not self._is_trained:
+            return count_evenly(ends, FORWARD_CALL_PATCHES * ranks), False
+        count = count_evenly(ends, CALL_PATCHES * ranks)
+        if self.recomputes or not self.trains_tower:
+            return count, False
+        if not self.is_pipelined:
+            return max(min(count, ranks), count_evenly(ends, self._kept_limit)), True
+        kept = count_kept(ends, self._room, FORWARD_CALL_PATCHES * ranks)
+        if not kept:
+            return count, False
+        self._room -= ends[kept - 1]
+        return kept, True
 
     @torch.no_grad()
     def _compute_together(self, batches: Sequence[MediaInputs]) -> list[Tensor]:
@@ -469,26 +494,3 @@ def _join(parts: Sequence[Tensor], counts: Sequence[_Counts]) -> Tensor:
     seen = [part[:, : count.seen] for part, count in zip(parts, counts, strict=True)]
     heard = [part[:, count.seen :] for part, count in zip(parts, counts, strict=True)]
     return torch.cat([*seen, *heard], dim=1)
-
-
-class TowerPass(NamedTuple):
-    """Begin and end of a pass: events of the device, or the host's clock on a CPU."""
-
-    begin: torch.cuda.Event | float
-    end: torch.cuda.Event | float
-
-    def seconds(self) -> float:
-        """Return its duration. The device must have reached its end."""
-        if isinstance(self.begin, torch.cuda.Event) and isinstance(self.end, torch.cuda.Event):
-            return self.begin.elapsed_time(self.end) / 1000
-        assert isinstance(self.begin, float)
-        assert isinstance(self.end, float)
-        return self.end - self.begin
-
-
-def _now() -> torch.cuda.Event | float:
-    if runtime.device().type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

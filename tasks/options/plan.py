@@ -40,7 +40,7 @@ class PlanOptions:
     freeze_vit: Annotated[bool, "Freeze the vision tower's layers."] = True
     freeze_aligner: Annotated[bool, "Freeze the mergers between the vision tower and the language model."] = True
     vit_gradient_checkpointing: Annotated[
-        bool | None, "Recompute the trained tower's forward pass. Default: with pipeline parallelism."
+        bool | None, "Recompute the trained tower's forward pass. Default: with pipeline parallelism, as needed."
     ] = None
     fp8_format: Annotated[
         Literal["e4m3", "hybrid"] | None, "Compute matrix products in FP8 (not of experts). Default: bf16."

@@ -4,6 +4,7 @@ Activations are those of the fused kernels (bridge/kernels) with Transformer Eng
 scripts/bench hold the sum against `torch.cuda.max_memory_reserved` (tests/tasks/plan/test_plan.py).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -21,6 +22,9 @@ from .tower import BYTES, TowerWork
 OUTSIDE = 2 * GIB  # CUDA's context and NCCL's buffers on a GPU, which PyTorch does not count
 # What PyTorch reserves beyond tensors that live at the peak: fragments, workspaces, buckets of gradients.
 RESERVE = 1.5 * GIB
+# Share of a GPU up to which a trained tower keeps activations that it could recompute, or encodes more micro batches
+# together. The rest is for fragments of their varying sizes, and for what runs take beyond the plan.
+TOWER_FILL = 0.85
 EXPERT_SKEW = 1.1  # tokens of the busiest rank of expert parallelism, relative to the mean
 # Logits that the output layer keeps, in the memory of a GPU, and those of a chunk beside them (kernels/log_probs.py).
 KEPT_LOGITS, LOGITS_CHUNK = 1 / 16, 1 / 48
@@ -122,17 +126,46 @@ class Workload:
 
 def memory_of_rank(work: Workload, layout: GpuLayout) -> Memory:
     """Return the memory of a rank in the pipeline stage, and with the micro batch, that need most."""
-    stages = enumerate(layout.stages(work.config.num_layers))
+    kept = kept_patches(work, layout)
+    return max(
+        (_memory_of_stage(work, layout, *stage, share, kept) for stage, share in _cases(work, layout)), key=_total
+    )
+
+
+def kept_patches(work: Workload, layout: GpuLayout) -> int:
+    """Return the patches whose activations a rank keeps for the tower's backward pass, as of VisionEncoder.
+
+    They fill the memory that is free up to TOWER_FILL. 0: what is kept does not depend on memory.
+    """
+    tower = work.tower
+    if tower is None or not tower.is_bounded_by_memory(layout):
+        return 0
+    limit, patches = TOWER_FILL * work.gpu_bytes - OUTSIDE, []
+    micro_batches = layout.micro_batches(work.global_batch)
+    for stage, share in _cases(work, layout):
+        room = max(limit - _memory_of_stage(work, layout, *stage, share, 0).total, 0.0)
+        least = tower.least_patches(layout, layout.micro_batch * work.length * share, micro_batches)
+        patches.append(least + room / tower.patch_bytes(layout))
+    return int(min(patches))
+
+
+def _cases(work: Workload, layout: GpuLayout) -> Iterator[tuple[tuple[int, range], float]]:
+    """Return the pipeline stages, and for each the shares of visual tokens in micro batches with fewest and most."""
     shares = work.tower.shares if work.tower else (0.0,)
-    return max((_memory_of_stage(work, layout, *stage, share) for stage, share in product(stages, shares)), key=_total)
+    return product(enumerate(layout.stages(work.config.num_layers)), shares)
 
 
 def _total(memory: Memory) -> float:
     return memory.total
 
 
-def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: range, image_share: float) -> Memory:
-    """Return the memory of a rank in a stage. image_share: visual tokens of a micro batch in all of its tokens"""
+def _memory_of_stage(
+    work: Workload, layout: GpuLayout, stage: int, layers: range, image_share: float, kept_patches: int
+) -> Memory:
+    """Return the memory of a rank in a stage.
+
+    image_share: visual tokens of a micro batch in all of its tokens; kept_patches: as of VisionEncoder
+    """
     is_last = stage == layout.pipeline - 1
     held = work.parameters.of_stage(layers, is_first=stage == 0, is_last=is_last)
     dense, experts = held.split / layout.tensor + held.replicated, held.expert / layout.expert
@@ -165,7 +198,7 @@ def _memory_of_stage(work: Workload, layout: GpuLayout, stage: int, layers: rang
     activations += tokens * _ring_bytes(work, layout, layers)
     if work.tower:
         visual_tokens = layout.micro_batch * work.length * image_share
-        kept, recomputed = work.tower.bytes_of_micro_batches(layout, visual_tokens, micro_batches)
+        kept, recomputed = work.tower.bytes_of_micro_batches(layout, visual_tokens, micro_batches, kept_patches)
         # A tower is recomputed after the language model's backward passes.
         activations = kept + max(activations, recomputed)
         dense += work.parameters.tower.total + work.parameters.mergers.total

@@ -16,7 +16,7 @@ from ..observability.run_logger import duration
 from ..options import CausalLmOptions, PlanOptions, PtOptions, SftOptions
 from ..system.memory import GIB
 from .gpu_layout import GpuLayout, Recompute
-from .memory import OUTSIDE, Memory, Workload, memory_of_rank
+from .memory import OUTSIDE, Memory, Workload, kept_patches, memory_of_rank
 from .search import search, smallest_cluster
 from .speed import Machine, seconds_per_step
 from .tower import IMAGE_SHARE, IMAGE_TOKENS
@@ -77,12 +77,17 @@ class RunPlan:
 
     work: Workload
     layout: GpuLayout
-    is_measured: bool  # runs of this kind were measured, so that activations are known too
+    is_of_measured_kind: bool  # runs of this kind were measured, so that activations are known too
 
     @property
     def memory(self) -> Memory:
         """Return the memory of the rank that needs most."""
         return memory_of_rank(self.work, self.layout)
+
+    @property
+    def is_measured(self) -> bool:
+        """Return whether runs of this kind were measured on as many GPUs."""
+        return self.is_of_measured_kind and self.layout.gpus <= MEASURED_GPUS
 
     @property
     def least_bytes(self) -> float:
@@ -133,7 +138,7 @@ def plan_run(
     if gpu_bytes:
         work = replace(work, gpu_bytes=gpu_bytes)
     layout = layout_of(options, world)
-    return RunPlan(work, layout, _is_measured(options, work, layout, hf_config["model_type"]))
+    return RunPlan(work, layout, _is_of_measured_kind(options, work, layout, hf_config["model_type"]))
 
 
 def pack_length(options: SftOptions) -> int | None:
@@ -227,11 +232,10 @@ def _changed(group: object) -> Iterator[str]:
     return (name for name, value in vars(group).items() if value != getattr(default, name))
 
 
-def _is_measured(options: SftOptions, work: Workload, layout: GpuLayout, model_type: str) -> bool:
+def _is_of_measured_kind(options: SftOptions, work: Workload, layout: GpuLayout, model_type: str) -> bool:
     """Return whether the plan of the activations is held against runs of this kind (docs/plan.md)."""
     return (
         model_type in MEASURED_MODELS
-        and layout.gpus <= MEASURED_GPUS
         and not (layout.context > 1 and (work.tower or model_type == "gpt_oss"))
         and options.data.packing
         and not options.token_loss.enable_dft_loss  # type: ignore[attr-defined]
@@ -270,10 +274,27 @@ def _fix(plan: RunPlan, machine: Machine, limit: float) -> str:
     return f"Set {layout.changes(nearest.layout)}, for {nearest.memory.total / GIB:.1f} GiB by the plan"
 
 
-def memory_line(options: SftOptions, world: int, images: Images = ASSUMED_IMAGES) -> str:
-    """Return the planned memory of each GPU as text."""
+def tower_patches(options: SftOptions, world: int, gpu_bytes: float) -> int:
+    """Return the patches whose activations a trained tower keeps, as of VisionEncoder, by the plan.
+
+    They depend on flags and the GPU's memory alone, not on the data. 0: the run's activations are not known.
+    """
     try:
-        plan = plan_run(options, world, images)
+        plan = plan_run(options, world, gpu_bytes=gpu_bytes)
+    except UnplannedRunError:
+        return 0
+    except Exception as error:  # a fault of the plan must not stop a run
+        logger.warning("The memory of the run's vision tower was not planned: %r", error)
+        return 0
+    return kept_patches(plan.work, plan.layout) if plan.is_of_measured_kind else 0
+
+
+def memory_line(
+    options: SftOptions, world: int, images: Images = ASSUMED_IMAGES, gpu_bytes: float | None = None
+) -> str:
+    """Return the planned memory of each GPU as text. gpu_bytes: as of `plan_run`"""
+    try:
+        plan = plan_run(options, world, images, gpu_bytes)
     except UnplannedRunError as error:
         return f"not planned: {error}"
     parts = plan.memory._asdict()

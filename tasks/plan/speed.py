@@ -12,7 +12,7 @@ from ...bridge.mapping.architecture import Architecture
 from ..observability.flops import Flops, peak_flops
 from .gpu_layout import GpuLayout
 from .gpus import GPUS, gpu_kind
-from .memory import BYTES, Workload, key_values, quantized_values
+from .memory import BYTES, Workload, kept_patches, key_values, quantized_values
 
 # Share of the peak that products reach: BEST for large matrices, less for a hidden size near SMALL.
 BEST, SMALL = 0.602, 768.0
@@ -94,7 +94,11 @@ def _stage_times(work: Workload, layout: GpuLayout, machine: Machine) -> list[tu
     sending = _pipeline_seconds(work, layout, machine)
     image_share = work.tower.image_share if work.tower else 0.0
     visual_tokens = layout.micro_batch * work.length * image_share
-    tower = work.tower.seconds(layout, visual_tokens, machine.peak_flops) if work.tower else 0.0
+    tower = 0.0
+    if work.tower:
+        sizes = layout, visual_tokens, layout.micro_batches(work.global_batch)
+        recomputed = work.tower.recomputed_share(*sizes, kept_patches(work, layout))
+        tower = work.tower.seconds(layout, visual_tokens, machine.peak_flops, recomputed)
     stages = []
     for layers in layout.stages(config.num_layers):
         part, recomputed = len(layers) / config.num_layers, layout.recomputed_share(len(layers))

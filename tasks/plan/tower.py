@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...bridge.layers.vision_tower import FAST_HEAD_DIMS
 from ...bridge.mapping.architecture import Vision
-from ...bridge.model.vision_encoder import CALL_PATCHES, FORWARD_CALL_PATCHES
+from ...bridge.model.encoding_groups import CALL_PATCHES, FORWARD_CALL_PATCHES
 from ..observability.flops import VisionFlops
 from .gpu_layout import GpuLayout
 
@@ -32,7 +32,8 @@ class TowerWork:
     trains_mergers: bool
     image_share: float  # visual tokens in all tokens, in the mean
     image_tokens: float  # visual tokens of an image, in the mean
-    recomputes: bool | None = None  # its forward pass, for its backward pass; None: with pipeline parallelism
+    # Its forward pass, for its backward pass; None: with pipeline parallelism, for what does not fit into memory.
+    recomputes: bool | None = None
 
     @property
     def trains(self) -> bool:
@@ -43,47 +44,110 @@ class TowerWork:
         """Return the shares of visual tokens in the micro batches with fewest and most."""
         return self.image_share * (2 - SPREAD), min(self.image_share * SPREAD, 1.0)
 
-    def is_recomputed(self, layout: GpuLayout) -> bool:
-        return self.trains_layers and (layout.pipeline > 1 if self.recomputes is None else self.recomputes)
+    def recomputed_share(self, layout: GpuLayout, visual_tokens: float, micro_batches: int, kept_patches: int) -> float:
+        """Return the share of the patches whose forward pass is recomputed. Arguments as of `bytes_of_micro_batches`"""
+        if not self.trains_layers or (layout.pipeline == 1 and not self.recomputes):
+            return 0.0
+        kept = self._saved_patches(layout, self._patches(layout, visual_tokens), micro_batches, kept_patches)
+        return 1 - kept / (micro_batches * self._patches(layout, visual_tokens))
+
+    def is_bounded_by_memory(self, layout: GpuLayout) -> bool:
+        """Return whether the patches whose activations are kept depend on what fits into memory."""
+        return self.trains_layers and not self.recomputes and (layout.pipeline == 1 or self.recomputes is None)
+
+    def least_patches(self, layout: GpuLayout, visual_tokens: float, micro_batches: int) -> int:
+        """Return the patches whose activations a rank keeps at least. Arguments as of `bytes_of_micro_batches`"""
+        return int(self._saved_patches(layout, self._patches(layout, visual_tokens), micro_batches, 0))
+
+    def patch_bytes(self, layout: GpuLayout) -> float:
+        """Return the bytes of a further patch whose activations are kept."""
+        if layout.pipeline > 1:
+            return self._saved_bytes  # its pixels and features are kept anyway
+        ranks = layout.tensor * layout.context * layout.pipeline
+        features = self._feature_bytes * ranks / (layout.context * self.vision.merge_size**2)
+        return self._input_bytes + self._saved_bytes + features
 
     def bytes_of_micro_batches(
-        self, layout: GpuLayout, visual_tokens: float, micro_batches: int
+        self, layout: GpuLayout, visual_tokens: float, micro_batches: int, kept_patches: int
     ) -> tuple[float, float]:
         """Return the bytes that a rank keeps of the images of its micro batches, and those that are recomputed.
 
-        visual_tokens: of a micro batch, of all ranks that divide it; micro_batches: of a step
+        visual_tokens: of a micro batch, of all ranks that divide it; micro_batches: of a step; kept_patches: of a rank,
+        as of VisionEncoder
         """
-        vision, ranks = self.vision, layout.tensor * layout.context * layout.pipeline
-        square, levels = vision.merge_size**2, 1 + len(vision.deep_layers)
-        patches = visual_tokens / ranks * square
-        kept = micro_batches  # pipelines encode all of a step before it
-        if layout.pipeline == 1:  # those that are encoded together
-            kept = max(min(ranks, micro_batches, int(CALL_PATCHES // max(patches, 1))), 1) if self.trains else 1
+        patches, square = self._patches(layout, visual_tokens), self.vision.merge_size**2
+        encoded = self._encoded(layout, patches, micro_batches, kept_patches)
         # Features are on each rank that has their tokens, with gradients if the tower is trained.
         tokens = visual_tokens / layout.context
         if not self.trains and layout.pipeline == 1:
             tokens = max(tokens, FORWARD_CALL_PATCHES / square)  # micro batches that are encoded together
-        features = BYTES * levels * vision.output_size * tokens * kept * (2 if self.trains else 1)
-        inputs = BYTES * vision.channels * vision.temporal_patch_size * vision.patch_size**2
-        # The mergers' norms, hidden layers and activations.
-        mergers = BYTES * 3 * (levels * vision.hidden_size + (vision.visual_words or 0) / square)
-        saved = vision.num_layers * BYTES * _layer_values(vision) + mergers
+        features = self._feature_bytes * tokens * encoded
         if not self.trains:
             return features, 0.0
         if not self.trains_layers:
-            return features + patches * kept * BYTES * levels * vision.hidden_size + patches * mergers, 0.0
-        if not self.is_recomputed(layout):
-            return features + patches * kept * (inputs + saved), 0.0
-        return features + patches * kept * inputs, min(patches * kept, CALL_PATCHES) * saved
+            states = BYTES * (1 + len(self.vision.deep_layers)) * self.vision.hidden_size
+            at_a_time = min(patches * encoded, max(patches, CALL_PATCHES))
+            return features + patches * encoded * states + at_a_time * self._merger_bytes, 0.0
+        saved = self._saved_patches(layout, patches, micro_batches, kept_patches)
+        recomputed = min(patches * encoded - saved, CALL_PATCHES)
+        kept = patches * encoded * self._input_bytes + saved * self._saved_bytes
+        return features + kept, recomputed * self._saved_bytes
 
-    def seconds(self, layout: GpuLayout, visual_tokens: float, peak_flops: float) -> float:
-        """Return the seconds of a micro batch's images on a rank. visual_tokens: as of `bytes_of_micro_batches`"""
+    def _patches(self, layout: GpuLayout, visual_tokens: float) -> float:
+        """Return the patches of a micro batch on a rank."""
+        return visual_tokens / (layout.tensor * layout.context * layout.pipeline) * self.vision.merge_size**2
+
+    def _encoded(self, layout: GpuLayout, patches: float, micro_batches: int, kept_patches: int) -> int:
+        """Return how many micro batches have features at a time. patches: of a micro batch on a rank"""
+        if layout.pipeline > 1:
+            return micro_batches  # all of a step are encoded before it
+        if not self.trains:
+            return 1
+        limit = int(CALL_PATCHES // max(patches, 1))
+        if self.trains_layers and not self.recomputes:
+            ranks = layout.tensor * layout.context
+            limit = max(min(ranks, limit), int(kept_patches // max(patches, 1)))
+        return max(min(limit, micro_batches), 1)
+
+    def _saved_patches(self, layout: GpuLayout, patches: float, micro_batches: int, kept_patches: int) -> float:
+        """Return the patches whose layers' activations are kept at a time."""
+        encoded = patches * self._encoded(layout, patches, micro_batches, kept_patches)
+        if self.recomputes or not self.trains_layers:
+            return 0.0
+        return min(kept_patches, encoded) if layout.pipeline > 1 and self.recomputes is None else encoded
+
+    @property
+    def _feature_bytes(self) -> float:
+        """Bytes of a token's features, with their gradients."""
+        levels = 1 + len(self.vision.deep_layers)
+        return BYTES * levels * self.vision.output_size * (2 if self.trains else 1)
+
+    @property
+    def _input_bytes(self) -> float:
+        """Bytes of a patch's pixels."""
+        return BYTES * self.vision.channels * self.vision.temporal_patch_size * self.vision.patch_size**2
+
+    @property
+    def _merger_bytes(self) -> float:
+        """Bytes that the mergers save of a patch: norms, hidden layers and activations."""
+        levels, square = 1 + len(self.vision.deep_layers), self.vision.merge_size**2
+        return BYTES * 3 * (levels * self.vision.hidden_size + (self.vision.visual_words or 0) / square)
+
+    @property
+    def _saved_bytes(self) -> float:
+        """Bytes that layers and mergers save of a patch."""
+        return self.vision.num_layers * BYTES * _layer_values(self.vision) + self._merger_bytes
+
+    def seconds(self, layout: GpuLayout, visual_tokens: float, peak_flops: float, recomputed: float) -> float:
+        """Return the seconds of a micro batch's images on a rank.
+
+        visual_tokens: as of `bytes_of_micro_batches`; recomputed: share of patches
+        """
         flops = VisionFlops.of(self.vision, trains_layers=self.trains_layers, trains_mergers=self.trains_mergers)
         side = self.vision.merge_size * math.sqrt(self.image_tokens)
         grids = [(1, side, side)]
         cost: float = flops.training(grids)  # type: ignore[arg-type]  # sides need not be whole
-        if self.is_recomputed(layout):
-            cost += flops.forward(grids)  # type: ignore[arg-type]
+        cost += recomputed * flops.forward(grids)  # type: ignore[arg-type]
         rate = TRAINING_RATE if self.trains_layers else FORWARD_RATE
         ranks = layout.tensor * layout.context * layout.pipeline
         return cost * visual_tokens / self.image_tokens / ranks / (rate * peak_flops)

@@ -161,8 +161,7 @@ def _prepare_tower(run: Run, model: Model, hf_config: JsonObject, folder: Path) 
     if run.vision:
         model.vision.normalization = Normalization(*run.vision.normalization)
     flags = run.vision_options
-    if flags.vit_gradient_checkpointing is not None:
-        model.vision.recomputes = flags.vit_gradient_checkpointing
+    model.vision.recomputes = flags.vit_gradient_checkpointing
     vision = VisionOptions(freeze_vit=flags.freeze_vit, freeze_aligner=flags.freeze_aligner)
     run_on_all_ranks(lambda: freeze(model, hf_config, TrainableOptions(), vision, names=tensor_names(folder)))
 

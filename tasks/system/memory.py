@@ -89,6 +89,8 @@ def _lower_memory_hints(options: SftOptions) -> str:
         flags.append("--offload_ref_model true")
     if options.build.recompute_granularity != "full":
         flags.append("--recompute_granularity full --recompute_method uniform --recompute_num_layers 1")
+    if not options.vision.freeze_vit and not options.vision.vit_gradient_checkpointing:
+        flags.append("--vit_gradient_checkpointing true, for images")
     if options.training.micro_batch_size > 1:
         flags.append(f"a smaller --micro_batch_size than {options.training.micro_batch_size}")
     return f"To lower it, use {'; '.join(flags)}; more processes, with a larger --tensor_model_parallel_size."

@@ -19,6 +19,7 @@ from ...templates.plural import plural
 from ..distributed.collectives import broadcast_from_rank0, run_on_all_ranks
 from ..distributed.signals import EXIT_STOPPED
 from ..options import SftOptions
+from ..plan.run_plan import tower_patches
 from ..run.args_json import save_args
 from ..run.context import Run, eval_batches, open_run, train_batches
 from ..run.data_file import write_data_file
@@ -78,8 +79,8 @@ def _train(
     )
     if model.vision and run.vision:
         model.vision.normalization = Normalization(*run.vision.normalization)
-        if options.vision.vit_gradient_checkpointing is not None:
-            model.vision.recomputes = options.vision.vit_gradient_checkpointing
+        model.vision.recomputes = options.vision.vit_gradient_checkpointing
+        model.vision.kept_patches = broadcast_from_rank0(lambda: _kept_patches(options))
     with load_as_bf16(model.chunks):
         run_on_all_ranks(lambda: read_weights(model, run.hf_config, run.weights_folder, seed=options.training.seed))
     tuner_lines = choose_trained(model, run)
@@ -114,6 +115,13 @@ def _train(
         address = upload_folder(trainer.last_checkpoint, options.hub, use_hf=options.use_hf, token=options.hub_token)
         print(f"Uploaded {trainer.last_checkpoint} to {address}", flush=True)
     return EXIT_STOPPED if stop_reason else 0
+
+
+def _kept_patches(options: SftOptions) -> int:
+    """Return the patches whose activations fit into a GPU's memory; 0: not known."""
+    if not torch.cuda.is_available():
+        return 0
+    return tower_patches(options, dist.get_world_size(), torch.cuda.get_device_properties(0).total_memory)
 
 
 def _describe_data(run: Run, train: Any, max_steps: int) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...bridge.model.vision_encoder import TowerPass
+from ...bridge.model.tower_pass import TowerPass
 from ...bridge.option_groups import flag_values
 from ..observability.flops import Flops, peak_flops
 from ..observability.run_logger import RunLog, Start, Waiting

@@ -159,13 +159,39 @@ def test_windows_of_the_schedule_change_nothing(family, processes, layout, flags
 
 @pytest.mark.parametrize(("processes", "layout"), [(1, ""), (2, "TP2 SP"), (2, "CP2")])
 def test_micro_batches_are_encoded_together(processes, layout, folder_of):
-    """All without a backward pass, else as many as the ranks of a replica."""
-    frozen = {"frozen": {"frozen": f"{TOWER}|{MERGERS}"}, "trained": {}}
-    jobs = [{"name": name, "layout": LAYOUTS[processes][layout], "settings": s} for name, s in frozen.items()]
+    """As many as the ranks of a replica where activations are kept, or more if they fit into memory; else all."""
+    settings = {
+        "frozen": {"frozen": f"{TOWER}|{MERGERS}"},
+        "mergers": {"frozen": TOWER},
+        "recomputed": {"recomputes": True},
+        "kept": {"recomputes": None},
+        "all kept": {"recomputes": None, "kept_share": 1.0},
+        "half kept": {"recomputes": None, "kept_share": 0.5, "repeats": 2},
+    }
+    jobs = [{"name": name, "layout": LAYOUTS[processes][layout], "settings": s} for name, s in settings.items()]
     results = run(folder_of("qwen3_vl"), jobs, processes)
     micro_batches = 3
-    assert results["frozen"]["encodings"] == 1
-    assert results["trained"]["encodings"] == -(-micro_batches // processes)
+    kept = -(-micro_batches // processes)
+    encodings = {"frozen": 1, "mergers": 1, "recomputed": 1, "kept": kept, "all kept": 1, "half kept": 2}
+    assert {name: result["encodings"] for name, result in results.items()} == encodings
+    assert results["recomputed"]["keeps_graph"] == results["mergers"]["keeps_graph"] == [False]
+    assert all(all(results[name]["keeps_graph"]) for name in ("kept", "all kept", "half kept"))
+    assert all(map(is_right, results.values())), results
+
+
+@pytest.mark.parametrize(("processes", "layout"), [(2, "PP2 VPP2"), (4, "TP2 SP PP2 recompute")])
+def test_pipelines_keep_the_activations_that_fit(processes, layout, folder_of):
+    """Those of the first micro batches, and recompute the others."""
+    settings = {name: {"recomputes": None, "kept_share": share, "repeats": 2}
+                for name, share in (("none", 0.0), ("some", 0.6), ("all", 1.0))}  # fmt: skip
+    settings["windows"] = settings["some"] | {"feature_bytes": 1}
+    jobs = [{"name": name, "layout": LAYOUTS[processes][layout], "settings": s} for name, s in settings.items()]
+    results = run(folder_of("qwen3_vl"), jobs, processes)
+    assert results["none"]["keeps_graph"] == [False]
+    assert results["some"]["keeps_graph"] == [True, False]
+    assert results["all"]["keeps_graph"] == [True]
+    assert results["windows"]["schedules"] > 1
+    assert all(results["windows"]["keeps_graph"])
     assert all(map(is_right, results.values())), results
 
 

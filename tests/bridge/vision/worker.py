@@ -175,7 +175,8 @@ def check(
     folder: Path,
     options: BuildOptions,
     *,
-    recomputes: bool = True,
+    recomputes: bool | None = True,
+    kept_share: float = 0.0,
     frozen: str = "",
     fault: str = "",
     feature_bytes: int = media_windows.FEATURE_BYTES,
@@ -183,17 +184,22 @@ def check(
 ) -> dict[str, Any]:
     """Relative distances of gradients, and what a round trip changes. Every rank calls this.
 
-    recomputes: of the encoder. frozen: a regular expression of names of parameters. fault: of FAULTS. repeats: of all
-    documents, whose mean loss stays the same.
+    recomputes: of the encoder. kept_share: of a replica's patches, whose activations fit into memory. frozen: a regular
+    expression of names of parameters. fault: of FAULTS. repeats: of all documents, whose mean loss stays the same.
     """
     expected = torch.load(folder / "reference.pt", weights_only=False)
     expected["packs"] *= repeats
     model = open_model(folder / "fp32", options)
     assert model.vision is not None
     model.vision.recomputes = recomputes
+    documents = [document for pack in expected["packs"] for document in pack]
+    patches = sum(math.prod(grid) for document in documents for grid in document.grids)
+    patches += sum(len(spectrogram) for document in documents for spectrogram in document.spectrograms)
+    model.vision.kept_patches = math.ceil(kept_share * patches / dist.get_world_size())
     media_windows.FEATURE_BYTES = feature_bytes
     encoded, begun = count_encoded(model.vision), mock.Mock(wraps=model.vision.begin)
-    model.vision.begin = begun
+    trained = mock.Mock(wraps=model.vision._encode_trained)
+    model.vision.begin, model.vision._encode_trained = begun, trained
     found: dict[str, Any] = {}
     if not fault:
         saved, before = save(model, folder / "fp32", folder / "saved"), tensors_of(folder / "fp32")
@@ -206,10 +212,8 @@ def check(
         enable_grads_through_frozen(chunk, has_trained_input=model.vision.trains)
     with FAULTS[fault](model) if fault else nullcontext():
         found |= _gradients(folder, model, options, expected, frozen=bool(frozen))
-        documents = [document for pack in expected["packs"] for document in pack]
-        patches = sum(math.prod(grid) for document in documents for grid in document.grids)
-        patches += sum(len(spectrogram) for document in documents for spectrogram in document.spectrograms)
-        counts = {"encoded": sum_of(encoded), "encodings": len(encoded), "patches": patches}
+        keeps_graph = [call.args[1] for call in trained.call_args_list]
+        counts = {"keeps_graph": keeps_graph, "encoded": sum_of(encoded), "encodings": len(encoded), "patches": patches}
         return found | counts | {"schedules": begun.call_count}
 
 

@@ -20,6 +20,7 @@ from megaswift.tasks.plan.run_plan import (
     memory_line,
     plan_run,
     time_line,
+    tower_patches,
 )
 from megaswift.tasks.run import context
 
@@ -221,6 +222,38 @@ def test_a_recomputed_tower_follows_the_language_model(command) -> None:
     assert plans["false"].activations > text.activations + 2 * 24 * values * patches
     features = 2 * 2 * 4 * 2560 * 32 * 0.5 * 4096 * 1.35
     assert plans["true"].activations < text.activations + 1.2 * features
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("vl-4b-trained-mb1", 1), ("vl-4b-tp2", 2), ("vl-4b-pp2", 2)])
+def test_a_trained_tower_takes_the_memory_that_is_free(name, gpus, command) -> None:
+    """Up to all patches of a step, whose bytes are counted by hand: 24 layers and their mergers."""
+    options = options_of(command(name))
+    plans = {gib: plan_run(options, gpus, gpu_bytes=gib * GIB).memory for gib in (40, 140, 400)}
+    patches = {gib: tower_patches(options, gpus, gib * GIB) for gib in plans}
+    assert patches[40] < patches[140] < patches[400]
+    assert 0.75 * 140 < (plans[140].total + OUTSIDE) / GIB <= 0.85 * 140
+    values = 24 * (8 * 1024 + 2 * 4096) + 3 * 4 * 1024  # of norms, attention, MLP and mergers
+    whole = options.training.global_batch_size * 4096 * 0.5 * 1.35 * 4 / gpus
+    least = {"vl-4b-trained-mb1": 1, "vl-4b-tp2": 2, "vl-4b-pp2": 0}[name] / options.training.global_batch_size
+    pixels, features = 3 * 2 * 16**2, 4 * 2560 * 2 / 4 * gpus
+    more = 0 if name == "vl-4b-pp2" else pixels + features  # which a pipeline has anyway
+    difference = plans[400].activations - plans[40].activations
+    assert patches[400] > whole
+    assert difference == pytest.approx(2 * (values + more) * whole * (1 - least), rel=0.02)
+
+
+def test_towers_of_other_runs_keep_no_more_than_they_must(command) -> None:
+    """Of those without a trained tower, those that recompute it, and runs of which activations are not known."""
+    for name, more in (
+        ("vl-4b", ""),
+        ("vl-4b-tp2", "--vit_gradient_checkpointing true"),
+        ("vl-4b-pp2", "--vit_gradient_checkpointing false"),
+        ("vl-4b-tp2", "--packing false"),
+        ("vl-4b-tp2", "--freeze_llm true"),
+    ):
+        assert tower_patches(options_of(command(name, more)), 2, 140 * GIB) == 0
+    eight = options_of(command("vl-4b-tp2"))
+    assert tower_patches(eight, 8, 140 * GIB) > 0
 
 
 def test_weights_in_fp8(command) -> None:
