@@ -21,5 +21,7 @@ def _is_installed() -> bool:
 
 def usable(*tensors: Tensor) -> bool:
     """Return whether the fused kernels support these tensors."""
-    on_device = all(tensor.is_cuda for tensor in tensors) or os.environ.get("TRITON_INTERPRET") == "1"
-    return on_device and _is_installed()
+    for tensor in tensors:  # each layer asks: a generator would take longer
+        if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            return False
+    return _is_installed()

@@ -1,6 +1,10 @@
 """Fused RMSNorm (https://arxiv.org/abs/1910.07467) and LayerNorm (https://arxiv.org/abs/1607.06450)."""
+# Calls of kernels:
+# pyright: reportArgumentType=false, reportCallIssue=false
 
-from typing import cast
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -17,14 +21,16 @@ PROGRAMS = 3  # per multiprocessor in the backward pass: each sums the weight's 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight (1 + weight if zero-centred), computed in fp32. x: [..., size]"""
-    return cast(Tensor, _Norm.apply(x, weight, None, eps, zero_centred, False, False))
+    kernel = NormKernel(eps, is_centred=False, is_zero_centred=zero_centred)
+    return cast(Tensor, _Norm.apply(x, weight, None, kernel, False))
 
 
 def rms_norm_with_residual(
     x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return `rms_norm`'s result and x for the residual, whose gradient the backward kernel adds."""
-    return cast(tuple[Tensor, Tensor], _Norm.apply(x, weight, None, eps, zero_centred, False, True))
+    kernel = NormKernel(eps, is_centred=False, is_zero_centred=zero_centred)
+    return cast(tuple[Tensor, Tensor], _Norm.apply(x, weight, None, kernel, True))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centred: bool = False) -> Tensor:
@@ -32,82 +38,111 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, ze
 
     zero_centred: 1 + weight in place of weight.
     """
-    return cast(Tensor, _Norm.apply(x, weight, bias, eps, zero_centred, True, False))
+    kernel = NormKernel(eps, is_centred=True, is_zero_centred=zero_centred)
+    return cast(Tensor, _Norm.apply(x, weight, bias, kernel, False))
 
 
 def layer_norm_with_residual(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centred: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return `layer_norm`'s result and x for the residual, whose gradient the backward kernel adds."""
-    return cast(tuple[Tensor, Tensor], _Norm.apply(x, weight, bias, eps, zero_centred, True, True))
+    kernel = NormKernel(eps, is_centred=True, is_zero_centred=zero_centred)
+    return cast(tuple[Tensor, Tensor], _Norm.apply(x, weight, bias, kernel, True))
+
+
+class NormKernel(NamedTuple):
+    """Forward and backward pass of a norm: a LayerNorm if centred, else an RMSNorm."""
+
+    eps: float
+    is_centred: bool
+    is_zero_centred: bool
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output, and each row's statistics for the backward pass."""
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+        statistics = x.new_empty(2 * rows if self.is_centred else rows, dtype=torch.float32)
+        if rows:
+            blocks = _blocks(size, FORWARD_WARPS)
+            sizes = rows, size, self.eps, self.is_centred, self.is_zero_centred
+            _forward[(-(-rows // blocks["DOWN"]),)](*_rows(x), weight, bias, output, statistics, *sizes, **blocks)
+        return output, statistics
+
+    def backward(
+        self,
+        inputs: Sequence[Any],
+        statistics: Tensor,
+        grad: Tensor,
+        grad_residual: Tensor | None,
+        needs_grad: Sequence[bool],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of x, to which the residual's is added, and of weight and bias where they need one.
+
+        inputs: of the forward pass. needs_grad: of weight and bias
+        """
+        x, weight, bias = inputs
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        blocks = _blocks(size, BACKWARD_WARPS)
+        programs = min(-(-rows // blocks["DOWN"]), PROGRAMS * _multiprocessors(x.device))
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        needs_weight, needs_bias = needs_grad
+        parts = None
+        if needs_weight or needs_bias:
+            parts = x.new_empty((programs, needs_weight + needs_bias, size), dtype=torch.float32)
+        if rows:
+            residual = None if grad_residual is None else grad_residual.contiguous()
+            switches = self.is_centred, self.is_zero_centred, needs_weight, needs_bias
+            _backward[(programs,)](
+                *_rows(grad), *_rows(x), residual, weight, statistics, grad_x, parts, rows, size, *switches, **blocks
+            )
+        if parts is None:
+            return grad_x, None, None
+        sums = sum_parts(
+            [parameter for parameter, needs in ((weight, needs_weight), (bias, needs_bias)) if needs], parts
+        )
+        return grad_x, sums[0] if needs_weight else None, sums[-1] if needs_bias else None
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        zero_centred: bool,
-        centred: bool,
-        residual: bool,
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: NormKernel, residual: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute a LayerNorm if `centred`, else an RMSNorm."""
-        ctx.zero_centred = zero_centred
-        rows, size = x.numel() // x.shape[-1], x.shape[-1]
-        output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-        means = torch.empty_like(scales) if centred else None
-        if rows:
-            blocks = _blocks(size, FORWARD_WARPS)
-            inputs = (*_rows(x), weight, bias, output, scales, means, rows, size, eps)
-            _forward[(-(-rows // blocks["DOWN"]),)](*inputs, zero_centred, **blocks)  # pyright: ignore[reportArgumentType]
-        ctx.save_for_backward(x, weight, bias, scales, means)
+        output, statistics = kernel.forward(x, weight, bias)
+        ctx.save_for_backward(x, weight, bias, statistics)
+        ctx.kernel = kernel
         return (output, x) if residual else output
 
     @staticmethod
     def backward(ctx, grad: Tensor, grad_residual: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, scales, means = ctx.saved_tensors
-        rows, size = x.numel() // x.shape[-1], x.shape[-1]
-        blocks = _blocks(size, BACKWARD_WARPS)
-        programs = min(-(-rows // blocks["DOWN"]), PROGRAMS * _multiprocessors(x.device))
-        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        parts, bias_parts = (
-            torch.empty(programs, size, dtype=torch.float32, device=x.device) if needs_grad else None
-            for needs_grad in ctx.needs_input_grad[1:3]
-        )
-        if rows:
-            residual = None if grad_residual is None else grad_residual.contiguous()
-            _backward[(programs,)](
-                *_rows(grad), *_rows(x), residual, weight, scales, means, grad_x, parts, bias_parts, rows, size,
-                ctx.zero_centred, **blocks,
-            )  # fmt: skip
-        grads = (
-            None if part is None else sum_parts(parameter, part)
-            for parameter, part in ((weight, parts), (bias, bias_parts))
-        )
-        return grad_x, *grads, None, None, None, None
+        *inputs, statistics = ctx.saved_tensors
+        grads = ctx.kernel.backward(inputs, statistics, grad, grad_residual, ctx.needs_input_grad[1:3])
+        return *grads, None, None
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """Return x as [outer, inner, size], without a copy if possible, then inner and the strides of outer and inner."""
-    x = x.flatten(0, -3) if x.dim() > 2 else x.reshape(-1, 1, x.shape[-1])
+    """Return x, without a copy if possible, and its layout [outer, inner, size]: inner, strides of outer and inner."""
     if x.stride(-1) != 1:
         x = x.contiguous()
+    if x.dim() < 3:
+        return x, 1, x.stride(0), 0
+    if x.dim() > 3:
+        x = x.flatten(0, -3)
     return x, x.shape[1], x.stride(0), x.stride(1)
 
 
+@cache
 def _blocks(size: int, warps: int) -> LaunchArgs:
     across = triton.next_power_of_2(size)
     return {"DOWN": max(TILE // across, 1), "ACROSS": across, "num_warps": warps if across <= TILE else WIDE_WARPS}
 
 
+@cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+# Both kernels have each row's reciprocal deviation in `statistics`, and behind them the means if `CENTRED`.
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     x,
@@ -117,11 +152,11 @@ def _forward(
     weight,
     bias,
     output,
-    scales,
-    means,
+    statistics,
     rows,
     size,
     eps,
+    CENTRED: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
@@ -132,12 +167,12 @@ def _forward(
     factor = tl.load(weight + column, column < size, other=0.0).to(tl.float32) + ZERO_CENTRED
     values = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + column, mask, other=0.0)
     values = values.to(tl.float32)
-    if means is not None:
+    if CENTRED:
         mean = tl.sum(values, 1, keep_dims=True) / size
-        tl.store(means + row, mean, row < rows)
+        tl.store(statistics + rows + row, mean, row < rows)
         values = tl.where(mask, values - mean, 0.0)
     scale = tl.rsqrt(tl.sum(values * values, 1, keep_dims=True) / size + eps)
-    tl.store(scales + row, scale, row < rows)
+    tl.store(statistics + row, scale, row < rows)
     result = values * scale * factor
     if bias is not None:
         result += tl.load(bias + column, column < size, other=0.0).to(tl.float32)
@@ -156,14 +191,15 @@ def _backward(
     inner_stride,
     residual,
     weight,
-    scales,
-    means,
+    statistics,
     grad_x,
     parts,
-    bias_parts,
     rows,
     size,
+    CENTRED: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
@@ -176,26 +212,26 @@ def _backward(
         mask = (row < rows) & (column < size)
         at = row // inner * outer_stride + row % inner * inner_stride + column
         grad_at = row // grad_inner * grad_outer_stride + row % grad_inner * grad_inner_stride + column
-        scale = tl.load(scales + row, row < rows, other=0.0)
+        scale = tl.load(statistics + row, row < rows, other=0.0)
         normed = tl.load(x + at, mask, other=0.0).to(tl.float32)
-        if means is not None:
-            normed = tl.where(mask, normed - tl.load(means + row, row < rows, other=0.0), 0.0)
+        if CENTRED:
+            normed = tl.where(mask, normed - tl.load(statistics + rows + row, row < rows, other=0.0), 0.0)
         normed *= scale
         slope = tl.load(grad + grad_at, mask, other=0.0).to(tl.float32)
-        if parts is not None:
+        if HAS_WEIGHT:
             part += slope * normed
-        if bias_parts is not None:
+        if HAS_BIAS:
             bias_part += slope
         slope *= factor
-        if means is not None:
+        if CENTRED:
             slope -= tl.sum(slope, 1, keep_dims=True) / size
         grad_value = scale * (slope - normed * (tl.sum(slope * normed, 1, keep_dims=True) / size))
         if residual is not None:
             grad_value += tl.load(residual + row * size + column, mask, other=0.0).to(tl.float32)
         tl.store(grad_x + row * size + column, grad_value.to(grad_x.dtype.element_ty), mask)
-    if parts is not None:
-        summed = tl.sum(part, 0, keep_dims=True)
-        tl.store(parts + tl.program_id(0) * size + column, summed, column < size)
-    if bias_parts is not None:
-        summed = tl.sum(bias_part, 0, keep_dims=True)
-        tl.store(bias_parts + tl.program_id(0) * size + column, summed, column < size)
+    if HAS_WEIGHT or HAS_BIAS:
+        parts += tl.program_id(0) * (HAS_WEIGHT + HAS_BIAS) * size
+    if HAS_WEIGHT:
+        tl.store(parts + column, tl.sum(part, 0, keep_dims=True), column < size)
+    if HAS_BIAS:
+        tl.store(parts + HAS_WEIGHT * size + column, tl.sum(bias_part, 0, keep_dims=True), column < size)

@@ -8,6 +8,8 @@ backward pass needs only the QKV tensor, so the value can be a view of it.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from dataclasses import dataclass
+from functools import cache
+from typing import cast
 
 import torch
 import triton
@@ -40,17 +42,17 @@ class HeadLayout:
 def split_heads(
     qkv: Tensor, norms: tuple[Tensor, Tensor] | None, rotary: tuple[Tensor, Tensor] | None, layout: HeadLayout
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return query, key, value and gate: [sequence, batch, heads, dim or padded_dim].
+    """Return query, key, value and gate: [sequence, batch, heads, dim or padded_dim], or without batch if qkv has none.
 
     Query and gate have groups * queries heads, key and value have groups. Padding is not for views of values.
 
-    qkv: [sequence, batch, groups * (queries (+ gates) + 2) * dim]
+    qkv: [sequence, (batch,) groups * (queries (+ gates) + 2) * dim]
     norms: weights [dim] of the queries' and the keys' RMSNorm
     rotary: cos and sin [sequence, batch, planes] fp32 of the first 2 * planes dimensions
     """
     outputs = _SplitHeads.apply(qkv.contiguous(), *(norms or (None, None)), *(rotary or (None, None)), layout)
     query, key, value, gate = outputs  # type: ignore[misc]
-    return query, key, value, None if gate is None else gate.flatten(2, 3)
+    return query, key, value, None if gate is None else gate.flatten(-3, -2)
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -64,23 +66,25 @@ class _SplitHeads(torch.autograd.Function):
         sin: Tensor | None,
         layout: HeadLayout,
     ):
-        sequence, batch, _ = qkv.shape
-        grouped = qkv.view(sequence, batch, layout.groups, -1, layout.dim)
+        shape, tokens, batch = qkv.shape, qkv.shape[:-1].numel(), qkv.shape[1] if qkv.dim() > 2 else 1
         padded_dim = layout.padded_dim or layout.dim
-        query = qkv.new_empty(sequence, batch, layout.groups * layout.queries, padded_dim)
-        key = qkv.new_empty(sequence, batch, layout.groups, padded_dim)
+        query = qkv.new_empty((*shape[:-1], layout.groups * layout.queries, padded_dim))
+        key = qkv.new_empty((*shape[:-1], layout.groups, padded_dim)) if layout.queries > 1 else torch.empty_like(query)
+        gate = None
+        if layout.view_value or layout.gated:
+            grouped = qkv.view(*shape[:-1], layout.groups, -1, layout.dim)
+            gate = grouped[..., layout.queries : 2 * layout.queries, :] if layout.gated else None
         value = grouped[..., -1, :] if layout.view_value else torch.empty_like(key)
-        gate = grouped[..., layout.queries : 2 * layout.queries, :] if layout.gated else None
         ctx.save_for_backward(None if q_weight is None else qkv, q_weight, k_weight, cos, sin)
-        ctx.shape, ctx.layout = qkv.shape, layout
+        ctx.shape, ctx.layout, ctx.tokens, ctx.batch = shape, layout, tokens, batch
         ctx.only_rotates = q_weight is None and _only_rotates(layout, cos)
         if ctx.only_rotates and cos is not None and sin is not None and padded_dim == layout.dim:
-            outputs = [x.flatten(0, 1) for x in (query, key, value)]
-            rotate_heads.rotate_heads(grouped.flatten(0, 1).unbind(2), outputs, cos, sin)
+            outputs = [x.view(-1, layout.groups, layout.dim) for x in (query, key, value)]
+            rotate_heads.rotate_heads(qkv.view(-1, layout.groups, 3, layout.dim).unbind(2), outputs, cos, sin)
             return query, key, value, None
-        grid, constants = _launch(layout, sequence * batch, q_weight, cos, *FORWARD)
-        _forward[grid](
-            qkv, query, key, value, q_weight, k_weight, cos, sin, sequence * batch, batch, *_strides(cos), layout.eps,
+        block, constants = _launch(layout, q_weight is not None, 0 if cos is None else cos.shape[-1], *FORWARD)
+        _forward[-(-tokens // block), layout.groups](
+            qkv, query, key, value, q_weight, k_weight, cos, sin, tokens, batch, *_strides(cos), layout.eps,
             COPY=not layout.view_value, PADDED=padded_dim, **constants,
         )  # fmt: skip
         return query, key, value, gate
@@ -89,32 +93,35 @@ class _SplitHeads(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None):  # type: ignore[override]
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         layout: HeadLayout = ctx.layout
-        sequence, batch, _ = ctx.shape
-        query, key, value, gate = (None if grad is None else _flatten_tokens(grad) for grad in grads)
-        assert query is not None
+        tokens, batch = ctx.tokens, ctx.batch
+        *heads, gate = grads
+        (query, *query_strides), (key, *key_strides), (value, *value_strides) = (
+            _with_strides(grad, batch) for grad in cast(list[Tensor], heads)
+        )
+        gate_strides = [0, 0]
+        if gate is not None:
+            gate, *gate_strides = _with_strides(gate.flatten(-3, -2), batch)
         grad_qkv = query.new_empty(ctx.shape)
         if ctx.only_rotates:
-            assert key is not None
-            assert value is not None
-            inputs = [x[..., : layout.dim] for x in (query, key, value)]
+            inputs = [x.flatten(0, -3)[..., : layout.dim] for x in (query, key, value)]
             outputs = grad_qkv.view(-1, layout.groups, 3, layout.dim).unbind(2)
             rotate_heads.rotate_heads(inputs, outputs, cos, sin, inverse=True)
             return grad_qkv, None, None, None, None, None
-        (tiles, groups), constants = _launch(
-            layout, sequence * batch, q_weight, cos, *(UNALIGNED_BACKWARD if layout.dim % 32 else BACKWARD)
-        )
+        sizes = UNALIGNED_BACKWARD if layout.dim % 32 else BACKWARD
+        block, constants = _launch(layout, q_weight is not None, 0 if cos is None else cos.shape[-1], *sizes)
+        tiles, groups = -(-tokens // block), layout.groups
         programs = min(tiles, -(-PROGRAMS // groups))
         sums = None
         if any(ctx.needs_input_grad[1:3]):
             sums = query.new_empty(programs * groups, 2, layout.dim, dtype=torch.float32)
-        strides = [stride for x in (query, key, value, gate) for stride in ((0, 0) if x is None else x.stride()[:2])]
+        strides = *query_strides, *key_strides, *value_strides, *gate_strides
         _backward[programs, groups](
-            query, key, value, gate, qkv, grad_qkv, sums, q_weight, k_weight, cos, sin, sequence * batch, tiles,
+            query, key, value, gate, qkv, grad_qkv, sums, q_weight, k_weight, cos, sin, tokens, tiles,
             batch, *strides, *_strides(cos), layout.eps, **constants,
         )  # fmt: skip
         if sums is None:
             return grad_qkv, None, None, None, None, None
-        return grad_qkv, sum_parts(q_weight, sums[:, 0]), sum_parts(k_weight, sums[:, 1]), None, None, None
+        return grad_qkv, *sum_parts((q_weight, k_weight), sums), None, None, None
 
 
 def _only_rotates(layout: HeadLayout, cos: Tensor | None) -> bool:
@@ -123,36 +130,36 @@ def _only_rotates(layout: HeadLayout, cos: Tensor | None) -> bool:
     return is_plain and rotate_heads.is_supported(layout.dim, cos)
 
 
-def _flatten_tokens(grad: Tensor) -> Tensor:
-    """Reshape a gradient, of gates by [sequence, batch, groups, queries, dim], to [tokens, heads, dim]."""
-    grad = grad.flatten(0, 1).flatten(1, -2)
-    return grad if grad.stride(-1) == 1 else grad.contiguous()
+def _with_strides(grad: Tensor, batch: int) -> tuple[Tensor, int, int]:
+    """Return a gradient [sequence, (batch,) heads, dim], without a copy if possible, and two strides."""
+    if grad.stride(-1) != 1 or (batch > 1 and grad.stride(0) != batch * grad.stride(1)):
+        grad = grad.contiguous()
+    return grad, grad.stride(1 if batch > 1 else 0), grad.stride(-2)
 
 
 def _strides(cos: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if cos is None else cos.stride()
 
 
-def _launch(
-    layout: HeadLayout, tokens: int, weight: Tensor | None, cos: Tensor | None, tile: int, warps: int
-) -> tuple[tuple[int, int], LaunchArgs]:
-    """Return the grid and the compile-time constants."""
+@cache
+def _launch(layout: HeadLayout, has_norm: bool, turning: int, tile: int, warps: int) -> tuple[int, LaunchArgs]:
+    """Return the tokens of a tile and the compile-time constants. turning: planes that rotate"""
     planes = 1 << (layout.dim // 2 - 1).bit_length()
     block = max(tile // planes, 1)
     constants = {
         "GROUPS": layout.groups,
         "QUERIES": layout.queries,
         "DIM": layout.dim,
-        "TURNING": 0 if cos is None else cos.shape[-1],
+        "TURNING": turning,
         "GATED": layout.gated,
         "INTERLEAVED": layout.interleaved,
-        "NORM": weight is not None,
+        "NORM": has_norm,
         "ZERO_CENTRED": layout.zero_centred,
         "PLANES": planes,
         "BLOCK": block,
         "num_warps": warps,
     }
-    return (-(-tokens // block), layout.groups), constants
+    return block, constants
 
 
 @triton.jit

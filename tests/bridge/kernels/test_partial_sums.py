@@ -11,15 +11,32 @@ def test_parts_of_a_gradient(has_main_grad, number, device):
 
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(40, device=device))
-    parts = torch.randn(number, 2, 40, device=device)[:, 1]  # rows with others between them
+    parts = torch.randn(number, 2, 40, device=device)[:, 1:]  # rows with others between them
     before = torch.randn(40, device=device)
     if has_main_grad:
         weight.main_grad, weight.grad_added_to_main_grad = before.clone(), False
-    grad = sum_parts(weight, parts)
+    (grad,) = sum_parts((weight,), parts)
     if has_main_grad:
         assert weight.grad_added_to_main_grad
         grad = weight.main_grad - before
-    torch.testing.assert_close(grad.double(), parts.double().sum(0), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(grad.double(), parts[:, 0].double().sum(0), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_main_grads", [(True, True), (True, False), (False, True)])
+def test_two_weights_get_their_own_parts(with_main_grads, device):
+    from megaswift.bridge.kernels.partial_sums import sum_parts
+
+    torch.manual_seed(0)
+    parts = torch.randn(70, 2, 40, device=device)
+    weights = [torch.nn.Parameter(torch.randn(40, device=device)) for _ in range(2)]
+    before = torch.randn(2, 40, device=device)
+    for weight, is_first, total in zip(weights, with_main_grads, before, strict=True):
+        if is_first:
+            weight.main_grad = total.clone()
+    grads = sum_parts(weights, parts)
+    for number, has_main_grad in enumerate(with_main_grads):
+        grad = weights[number].main_grad - before[number] if has_main_grad else grads[number]
+        torch.testing.assert_close(grad.double(), parts[:, number].double().sum(0), rtol=1e-5, atol=1e-4)
 
 
 def with_main_grad(*shape, device) -> torch.nn.Parameter:
