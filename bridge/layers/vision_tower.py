@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..kernels import usable
 from ..kernels.flash_attention import FORWARD_HEAD_SIZES, FlashAttention
+from ..kernels.weight_gradient import has_main_grad
 from ..mapping.architecture import TowerLayers, Vision
 from .mergers import (
     ACTIVATIONS,
@@ -34,8 +35,12 @@ from .mergers import (
     VisualVocabulary,
     make_norm,
 )
+from .norm import LayerNorm, RMSNorm
 from .patch_plan import Blocks, PatchPlan
 from .sinks import KernelAttention
+
+if TYPE_CHECKING:
+    from ..kernels.norm import NormKernel
 
 # The longest length is rounded up to a multiple on a GPU. Transformer Engine searches for a kernel for each new length,
 # and the search takes longer than the kernel.
@@ -44,6 +49,9 @@ LENGTH_STEP = 1024
 VISION_MODULES = "patch_embed", "patch_norm", "class_token", "position_embeddings", "embedding_norm"
 VISION_MODULES += "layers", "final_norm", "downsample"
 MERGERS = "merger", "deep_mergers"
+
+
+GELUS = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}  # torch's names of approximations
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,30 @@ def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else scale * x
 
 
+def _accumulates(x: Tensor, norm: nn.Module, *linears: nn.Module) -> bool:
+    """Return whether a norm and linear layers run as one function, which adds gradients to the weights' `main_grad`."""
+    return (
+        torch.is_grad_enabled()
+        and isinstance(norm, (RMSNorm, LayerNorm))
+        and usable(x)
+        and all(type(layer) is Linear and layer.weight.requires_grad for layer in linears)
+        and all(has_main_grad(cast(Tensor, layer.weight)) for layer in linears)
+    )
+
+
+def _norm_kernel(norm: nn.Module) -> "NormKernel":
+    from ..kernels.norm import NormKernel
+
+    assert isinstance(norm, (RMSNorm, LayerNorm))
+    return NormKernel(norm.eps or 0.0, is_centred=isinstance(norm, LayerNorm), is_zero_centred=norm.zero_centred)
+
+
+def _parameters(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias of a norm or linear layer. Their dicts are faster to read than attributes."""
+    parameters = module._parameters
+    return cast(Tensor, parameters["weight"]), parameters.get("bias")
+
+
 class RopePlan(Protocol):
     """Rope of a tower's rows."""
 
@@ -151,6 +183,7 @@ class TowerLayer(nn.Module):
         linear = partial(Linear, dtype=config.params_dtype, device=device)
         self.num_heads, self.head_dim, self.gated = vision.num_heads, size // vision.num_heads, vision.gated
         self.activation = ACTIVATIONS[vision.activation]
+        self.gelu = None if vision.gated else GELUS.get(vision.activation)
         self.has_fused_gelu = vision.activation == "gelu_pytorch_tanh" and vision.layer_bias
         self.norm1, self.norm2 = (make_norm(vision, size, config, device, has_residual=True) for _ in range(2))
         self.linear_qkv = linear(size, 3 * size, bias=vision.qkv_bias and vision.key_bias)
@@ -169,14 +202,31 @@ class TowerLayer(nn.Module):
 
     def forward(self, x: Tensor, plan: RopePlan, blocks: Blocks) -> Tensor:
         """x [patches, hidden_size] -> the same shape."""
-        normed, x = _with_residual(self.norm1(x), x)
-        qkv = self.linear_qkv(normed)
+        qkv, x = self._normed_qkv(x)
         if self.query_value_bias is not None:
             query_bias, value_bias = self.query_value_bias.view(self.num_heads, 2, -1).unbind(1)
             qkv = qkv + torch.stack((query_bias, torch.zeros_like(query_bias), value_bias), dim=1).flatten()
         query, key, value = self._heads(qkv, plan)
         heads = self.attention.run(query, key, value, blocks)[..., : self.head_dim]
-        x = x + _scaled(self.linear_proj(heads.flatten(1)), self.scale1)
+        return self._with_mlp(x + _scaled(self.linear_proj(heads.flatten(1)), self.scale1))
+
+    def _normed_qkv(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries, keys and values of x [patches, hidden_size], and x for the residual."""
+        if _accumulates(x, self.norm1, self.linear_qkv):
+            from ..kernels.normed_linear import normed_linear
+
+            return normed_linear(x, _parameters(self.norm1), *_parameters(self.linear_qkv), _norm_kernel(self.norm1))
+        normed, x = _with_residual(self.norm1(x), x)
+        return self.linear_qkv(normed), x
+
+    def _with_mlp(self, x: Tensor) -> Tensor:
+        """Return x [patches, hidden_size] with what the MLP adds."""
+        linears = self.linear_fc1, self.linear_fc2
+        if self.gelu is not None and self.scale2 is None and _accumulates(x, self.norm2, *linears):
+            from ..kernels.normed_linear import normed_mlp
+
+            norm, first, second = map(_parameters, (self.norm2, *linears))
+            return normed_mlp(x, norm, first, second, self.gelu, _norm_kernel(self.norm2))
         normed, x = _with_residual(self.norm2(x), x)
         return x + _scaled(self.linear_fc2(self._hidden(normed)), self.scale2)
 
@@ -201,8 +251,8 @@ class TowerLayer(nn.Module):
 
             padded_dim = self.attention.trained_head_dim if qkv.requires_grad else None
             layout = HeadLayout(self.num_heads, queries=1, dim=self.head_dim, padded_dim=padded_dim)
-            query, key, value, _ = split_heads(qkv.unsqueeze(1), None, (plan.cos, plan.sin), layout)
-            return query.squeeze(1), key.squeeze(1), value.squeeze(1)
+            query, key, value, _ = split_heads(qkv, None, (plan.cos, plan.sin), layout)
+            return query, key, value
         query, key, value = qkv.view(len(qkv), self.num_heads, 3, -1).unbind(2)
         return _rotate(query, plan), _rotate(key, plan), value
 

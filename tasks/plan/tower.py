@@ -7,7 +7,7 @@ batch (bridge/model/vision_encoder.py).
 import math
 from dataclasses import dataclass
 
-from ...bridge.layers.vision_tower import FAST_HEAD_DIMS
+from ...bridge.layers.vision_tower import FAST_HEAD_DIMS, GELUS
 from ...bridge.mapping.architecture import Vision
 from ...bridge.model.encoding_groups import CALL_PATCHES, FORWARD_CALL_PATCHES
 from ..observability.flops import VisionFlops
@@ -32,6 +32,7 @@ class TowerWork:
     trains_mergers: bool
     image_share: float  # visual tokens in all tokens, in the mean
     image_tokens: float  # visual tokens of an image, in the mean
+    fuses_layers: bool = True  # norms and what is behind them are one function (kernels/normed_linear.py)
     # Its forward pass, for its backward pass; None: with pipeline parallelism, for what does not fit into memory.
     recomputes: bool | None = None
 
@@ -136,7 +137,8 @@ class TowerWork:
     @property
     def _saved_bytes(self) -> float:
         """Bytes that layers and mergers save of a patch."""
-        return self.vision.num_layers * BYTES * _layer_values(self.vision) + self._merger_bytes
+        values = _layer_values(self.vision, fuses_layers=self.fuses_layers)
+        return self.vision.num_layers * BYTES * values + self._merger_bytes
 
     def seconds(self, layout: GpuLayout, visual_tokens: float, peak_flops: float, recomputed: float) -> float:
         """Return the seconds of a micro batch's images on a rank.
@@ -153,10 +155,12 @@ class TowerWork:
         return cost * visual_tokens / self.image_tokens / ranks / (rate * peak_flops)
 
 
-def _layer_values(vision: Vision) -> float:
+def _layer_values(vision: Vision, *, fuses_layers: bool) -> int:
     """Return the values that a layer saves per patch: of its norms, attention and MLP."""
     hidden, heads = vision.hidden_size, vision.num_heads
     dim = hidden // heads
     padded = next((size for size in FAST_HEAD_DIMS if size >= dim), dim)
     attention = 4 * heads * padded + (hidden if padded > dim else 0)  # with a copy of the output without padding
-    return 4 * hidden + attention + (3 if vision.gated else 2) * vision.ffn_hidden_size
+    fuses_mlp = fuses_layers and vision.activation in GELUS and not (vision.gated or vision.layer_scale)
+    norms = 4 - fuses_layers - fuses_mlp  # inputs of both, and outputs
+    return norms * hidden + attention + (3 if vision.gated else 1 if fuses_mlp else 2) * vision.ffn_hidden_size

@@ -67,6 +67,12 @@ def _tower(hf_config: HfConfig, options: PlanOptions) -> TowerWork | None:
     share = IMAGE_SHARE if options.image_share is None else options.image_share
     if vision is None or not share:
         return None
-    trains_layers, trains_mergers = not options.freeze_vit, not options.freeze_aligner
-    checkpointing = options.vit_gradient_checkpointing
-    return TowerWork(vision, trains_layers, trains_mergers, share, options.image_tokens, checkpointing)
+    return TowerWork(
+        vision,
+        not options.freeze_vit,
+        not options.freeze_aligner,
+        share,
+        options.image_tokens,
+        options.accumulate_allreduce_grads_in_fp32,
+        options.vit_gradient_checkpointing,
+    )

@@ -202,7 +202,7 @@ def test_images_take_memory(command) -> None:
     tower = 415_347_712  # parameters of Qwen3-VL-4B's tower and mergers, as its checkpoint has them
     assert images.weights - text.weights == 2 * tower
     assert images.optimizer - text.optimizer == 12 * tower
-    assert images.activations > 1.4 * text.activations
+    assert images.activations > 1.3 * text.activations
     line = memory_line(options, 1, Images(0.25))
     assert " GiB of each GPU by the plan, with 25% of the tokens in images: weights 8.3, " in line
     alone = options_of(command("vl-4b", "--language_model_only true"))
@@ -217,22 +217,24 @@ def test_a_recomputed_tower_follows_the_language_model(command) -> None:
     }
     text = plan_run(options_of(command("vl-4b-pp2")), 2, TEXT).memory
     patches = 32 * 0.5 * 4096 / 2 * 4  # patches of 32 micro batches on one of two ranks
-    values = 8 * 1024 + 2 * 4096  # values of norms, attention and MLP, per patch and layer
+    values = 6 * 1024 + 4096  # inputs of norms, queries, keys, values, attention's output, the GELU's input
     assert plans["false"].activations - plans["true"].activations > 2**34
     assert plans["false"].activations > text.activations + 2 * 24 * values * patches
     features = 2 * 2 * 4 * 2560 * 32 * 0.5 * 4096 * 1.35
     assert plans["true"].activations < text.activations + 1.2 * features
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("vl-4b-trained-mb1", 1), ("vl-4b-tp2", 2), ("vl-4b-pp2", 2)])
-def test_a_trained_tower_takes_the_memory_that_is_free(name, gpus, command) -> None:
+@pytest.mark.parametrize(
+    ("name", "gpus", "memory"), [("vl-4b-trained-mb1", 1, 140), ("vl-4b-tp2", 2, 90), ("vl-4b-pp2", 2, 140)]
+)
+def test_a_trained_tower_takes_the_memory_that_is_free(name, gpus, memory, command) -> None:
     """Up to all patches of a step, whose bytes are counted by hand: 24 layers and their mergers."""
     options = options_of(command(name))
-    plans = {gib: plan_run(options, gpus, gpu_bytes=gib * GIB).memory for gib in (40, 140, 400)}
+    plans = {gib: plan_run(options, gpus, gpu_bytes=gib * GIB).memory for gib in (40, memory, 400)}
     patches = {gib: tower_patches(options, gpus, gib * GIB) for gib in plans}
-    assert patches[40] < patches[140] < patches[400]
-    assert 0.75 * 140 < (plans[140].total + OUTSIDE) / GIB <= 0.85 * 140
-    values = 24 * (8 * 1024 + 2 * 4096) + 3 * 4 * 1024  # of norms, attention, MLP and mergers
+    assert patches[40] < patches[memory] < patches[400]
+    assert 0.75 * memory < (plans[memory].total + OUTSIDE) / GIB <= 0.85 * memory
+    values = 24 * (6 * 1024 + 4096) + 3 * 4 * 1024  # of norms, attention, MLP and mergers
     whole = options.training.global_batch_size * 4096 * 0.5 * 1.35 * 4 / gpus
     least = {"vl-4b-trained-mb1": 1, "vl-4b-tp2": 2, "vl-4b-pp2": 0}[name] / options.training.global_batch_size
     pixels, features = 3 * 2 * 16**2, 4 * 2560 * 2 / 4 * gpus
