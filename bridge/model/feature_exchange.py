@@ -1,6 +1,10 @@
-"""Exchange of the features of media, and of their gradients, between the ranks of a replica."""
+"""Exchange of the features of media, and of their gradients, between the ranks of a replica.
+
+All levels, and the micro batches that are encoded together, are in one message: each has a fixed cost on the host.
+"""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -44,10 +48,17 @@ class FeatureExchange:
         # those of the tower are averaged over all ranks.
         self.gradient_scale = dist.get_world_size() / groups.dp_cp.size()
         deep = range(1, levels)
-        self.levels = [
+        by_stage = [
             [level for level in (0, *deep) if (level == 0 and stage == 0) or level in layers]
             for stage, layers in enumerate(stages)
         ]
+        # Levels that the same ranks take, with these ranks: they are sent together.
+        levels_of: dict[tuple[int, ...], list[int]] = {}
+        for level in range(levels):
+            ranks = range(self.ranks)
+            takers = tuple(rank for rank in ranks if level in by_stage[rank // (self.tensor * self.context)])
+            levels_of.setdefault(takers, []).append(level)
+        self._routes = [(levels, takers) for takers, levels in levels_of.items()]
 
     def plan(self, batch: MediaInputs) -> Exchange:
         counts = batch.counts.numpy()
@@ -75,53 +86,86 @@ class FeatureExchange:
             [hidden[(owners == rank) & own_needed] for rank in range(self.ranks)],
         )
 
-    def _takes(self, rank: int, level: int) -> bool:
-        return level in self.levels[rank // (self.tensor * self.context)]
+    def send(self, exchanges: Sequence[Exchange], features: Sequence[Tensor]) -> list[dict[int, Tensor]]:
+        """Return the features of this rank's tokens in each of some micro batches, by level: [tokens, output_size].
 
-    def send(self, exchange: Exchange, features: Tensor) -> dict[int, Tensor]:
-        """Return the features of this rank's tokens by level: [tokens, output_size]."""
-        leaves = {}
-        for level in range(len(features)):
-            takers = [rank for rank in range(self.ranks) if self._takes(rank, level)]
-            index = to_device(torch.cat([exchange.sends[rank] for rank in takers]), features.device)
-            rows = features[level].index_select(0, index)
+        features: of this rank's media in each micro batch, [levels, features, output_size]
+        """
+        sources = torch.cat(list(features), dim=1)
+        counts = [part.shape[1] for part in features]
+        leaves: list[dict[int, Tensor]] = [{} for _ in exchanges]
+        for levels, takers in self._routes:
+            index = to_device(_rows_of(exchanges, counts, takers), sources.device)
+            rows = torch.stack([sources[level].index_select(0, index) for level in levels], dim=1)
             if self.ranks > 1:
-                sent = [len(exchange.sends[rank]) if rank in takers else 0 for rank in range(self.ranks)]
-                received = [len(part) if self.rank in takers else 0 for part in exchange.receives]
-                rows = self._all_to_all(rows, sent, received)
-            if self.rank in takers:
-                leaves[level] = rows
+                rows = self._all_to_all(rows, *self._sizes(exchanges, takers))
+            if self.rank not in takers:
+                continue
+            pieces = rows.split([len(one.receives[rank]) for rank in range(self.ranks) for one in exchanges])
+            for number, batch_leaves in enumerate(leaves):
+                batch_rows = torch.cat(pieces[number :: len(exchanges)])
+                batch_leaves |= zip(levels, batch_rows.unbind(1), strict=True)
         return leaves
 
-    def send_back(self, exchange: Exchange, leaves: dict[int, Tensor], shape: Sequence[int]) -> Tensor:
-        """Return the gradients of this rank's features from those of all leaves.
+    def send_back(
+        self,
+        exchanges: Sequence[Exchange],
+        leaves: Sequence[dict[int, Tensor]],
+        counts: Sequence[int],
+        shape: tuple[int, int],
+    ) -> Tensor:
+        """Return the gradients of this rank's features from those of all leaves: [levels, features, output_size] fp32.
 
-        shape: [levels, features, output_size] of the gradients, which are fp32
+        counts: of this rank's features in each micro batch. shape: levels and output_size
         """
-        gradients = torch.zeros(*shape, device=runtime.device())
-        for level in range(shape[0]):
+        gradients = torch.zeros(shape[0], sum(counts), shape[1], device=runtime.device())
+        for levels, takers in self._routes:
             # Without sequence parallelism tensor-parallel ranks have the same gradient: the first one sends it.
-            takers = [
-                rank
-                for rank in range(self.ranks)
-                if self._takes(rank, level) and (self.sequence_parallel or rank % self.tensor == 0)
-            ]
-            leaf = leaves.get(level)
-            rows = torch.empty(0, shape[2], dtype=self.dtype, device=runtime.device())
-            if leaf is not None and self.rank in takers:
-                rows = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            senders = [rank for rank in takers if self.sequence_parallel or rank % self.tensor == 0]
+            rows = torch.empty(0, len(levels), shape[1], dtype=self.dtype, device=runtime.device())
+            if self.rank in senders:
+                rows = self._leaf_gradients(exchanges, leaves, levels)
             if self.ranks > 1:
-                sent = [len(part) if self.rank in takers else 0 for part in exchange.receives]
-                received = [len(exchange.sends[rank]) if rank in takers else 0 for rank in range(self.ranks)]
-                rows = self._all_to_all(rows, sent, received)
-            index = torch.cat([exchange.sends[rank] for rank in takers])
-            gradients[level].index_add_(0, to_device(index, rows.device), rows.float())
+                sent, received = self._sizes(exchanges, senders)
+                rows = self._all_to_all(rows, received, sent)
+            index = to_device(_rows_of(exchanges, counts, senders), rows.device)
+            for number, level in enumerate(levels):
+                gradients[level].index_add_(0, index, rows[:, number].float())
         return gradients.mul_(self.gradient_scale)
 
+    def _leaf_gradients(
+        self, exchanges: Sequence[Exchange], leaves: Sequence[dict[int, Tensor]], levels: list[int]
+    ) -> Tensor:
+        """Return the gradients of leaves in the order in which their features came: [tokens, levels, output_size]."""
+        pieces = []
+        for exchange, batch_leaves in zip(exchanges, leaves, strict=True):
+            parts = [batch_leaves[level] for level in levels]
+            grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in parts]
+            pieces.append(torch.stack(grads, dim=1).split([len(part) for part in exchange.receives]))
+        return torch.cat([piece for by_batch in zip(*pieces, strict=True) for piece in by_batch])
+
+    def _sizes(self, exchanges: Sequence[Exchange], takers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the rows that this rank sends to each rank, and receives from each, if these ranks take features."""
+        takes = self.rank in takers
+        ranks = range(self.ranks)
+        sent = [sum(len(one.sends[rank]) for one in exchanges) if rank in takers else 0 for rank in ranks]
+        return sent, [sum(len(one.receives[rank]) for one in exchanges) if takes else 0 for rank in ranks]
+
     def _all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        output = rows.new_empty((sum(received), rows.shape[1]))
+        output = rows.new_empty((sum(received), *rows.shape[1:]))
         dist.all_to_all_single(output, rows.contiguous(), received, sent, group=self.replica)
         return output
+
+
+def _rows_of(exchanges: Sequence[Exchange], counts: Sequence[int], ranks: Sequence[int]) -> Tensor:
+    """Return the indices of the features that go to some ranks, among those of all micro batches: by rank, then batch.
+
+    counts: of this rank's features in each micro batch
+    """
+    starts = [0, *accumulate(counts)]
+    return torch.cat([
+        one.sends[rank] + start for rank in ranks for one, start in zip(exchanges, starts, strict=False)
+    ])  # fmt: skip
 
 
 def _replica_group(groups: ProcessGroupCollection) -> ProcessGroup:

@@ -217,8 +217,7 @@ class VisionEncoder:
 
     def _encode_frozen(self, batches: Sequence[MediaInputs]) -> list[MediaFeatures]:
         """Encode micro batches together, without a backward pass."""
-        parts = zip(batches, self._compute_together(batches), strict=True)
-        return [self._exchanged(self.exchange.plan(batch), features) for batch, features in parts]
+        return self._exchanged([self.exchange.plan(batch) for batch in batches], self._compute_together(batches))
 
     def _encode_trained(self, batches: Sequence[MediaInputs], keeps_graph: bool) -> list[MediaFeatures]:
         """Encode micro batches together, with a backward pass to come."""
@@ -234,7 +233,7 @@ class VisionEncoder:
         counts = [self._feature_counts(batch, self._counts(batch)) for batch in batches]
         parts = _split(torch.cat([self._empty(), *(part.detach() for part in features)], dim=1), counts)
         exchanges = [self.exchange.plan(batch) for batch in batches]
-        media = [self._exchanged(exchange, part) for exchange, part in zip(exchanges, parts, strict=True)]
+        media = self._exchanged(exchanges, parts)
         leaves = [one.levels for one in media]
         for leaf in (leaf for levels in leaves for leaf in levels.values()):
             leaf.requires_grad_()
@@ -242,10 +241,11 @@ class VisionEncoder:
         self._pending.append(_Encoded(exchanges, leaves, counts, passes, kept_features, states))
         return media
 
-    def _exchanged(self, exchange: Exchange, features: Tensor) -> MediaFeatures:
-        """Return the features of this rank's tokens, from those of the media that the ranks encode."""
-        leaves = self.exchange.send(exchange, features)
-        return MediaFeatures(to_device(torch.cat(exchange.receives), runtime.device()), leaves)
+    def _exchanged(self, exchanges: Sequence[Exchange], features: Sequence[Tensor]) -> list[MediaFeatures]:
+        """Return the features of this rank's tokens in micro batches, from those of the media that the ranks encode."""
+        pairs = zip(exchanges, self.exchange.send(exchanges, features), strict=True)
+        device = runtime.device()
+        return [MediaFeatures(to_device(torch.cat(one.receives), device), leaves) for one, leaves in pairs]
 
     def compute_features(self, batches: Sequence[MediaInputs]) -> list[Tensor]:
         """Return the features of the media that this rank encodes, of each micro batch, as MediaInputs.features."""
@@ -368,12 +368,9 @@ class VisionEncoder:
         return _LocalMedia(self._normalize(*pixels), grids, layouts, counts, spectrograms, frames)
 
     def _backward(self, encoded: _Encoded) -> None:
-        batches = zip(encoded.exchanges, encoded.leaves, encoded.counts, strict=True)
-        parts = [
-            self.exchange.send_back(exchange, leaves, (self.levels, sum(counts), self.output_size))
-            for exchange, leaves, counts in batches
-        ]
-        gradients = _join(parts, encoded.counts)
+        shape = self.levels, self.output_size
+        gradients = self.exchange.send_back(encoded.exchanges, encoded.leaves, list(map(sum, encoded.counts)), shape)
+        gradients = _in_order_of_towers(gradients, encoded.counts)
         for number, tower_pass in enumerate(encoded.passes):
             if encoded.features:
                 features, encoded.features[number] = encoded.features[number], self._empty()
@@ -487,10 +484,9 @@ def _split(features: Tensor, counts: Sequence[_Counts]) -> list[Tensor]:
     return [torch.cat(pair, dim=1) if pair[1].numel() else pair[0] for pair in pairs]
 
 
-def _join(parts: Sequence[Tensor], counts: Sequence[_Counts]) -> Tensor:
-    """Return the features of `_split` in the towers' order."""
-    if len(parts) == 1:
-        return parts[0]
-    seen = [part[:, : count.seen] for part, count in zip(parts, counts, strict=True)]
-    heard = [part[:, count.seen :] for part, count in zip(parts, counts, strict=True)]
-    return torch.cat([*seen, *heard], dim=1)
+def _in_order_of_towers(features: Tensor, counts: Sequence[_Counts]) -> Tensor:
+    """Return features [levels, features, size], of micro batches behind each other, in the towers' order."""
+    if len(counts) == 1 or not any(count.heard for count in counts):
+        return features
+    parts = features.split([size for count in counts for size in count], dim=1)
+    return torch.cat([*parts[::2], *parts[1::2]], dim=1)
