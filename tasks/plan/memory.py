@@ -229,8 +229,8 @@ def _saved_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
     if work.fp8:
         # The matrices' inputs are saved in FP8, attention's output in both types.
         values -= 0.5 * _quantized_inputs(work.config) - _head_values(work.config)[1]
-    if work.lora_rank is not None and work.lora_dropout:
-        # Adapters save masks, and a copy of attention's output, which attention has saved too.
+    if work.lora_rank is not None and work.lora_dropout and (work.fp8 or layout.tensor > 1):
+        # Adapters outside of the products save masks, and a copy of attention's output, which attention has saved too.
         inputs = _adapter_inputs(work.config, is_sparse=is_sparse)
         masks = DROPOUT_MASK_BYTES * inputs + BYTES * _head_values(work.config)[1]
     return (BYTES * values + masks) / layout.tensor
