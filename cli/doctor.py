@@ -56,11 +56,11 @@ OPTIONAL = {  # package: (purpose, how to install)
         f"'transformer-engine[core_cu{torch_cuda_major()},pytorch]'",
     ),
     "flash-linear-attention": (
-        "gated delta nets of Qwen3-Next and Qwen3.5 on GPUs (without it: plain PyTorch, much slower)",
+        "gated delta nets, Kimi delta attention, Mamba-2 on GPUs (without it: plain PyTorch, much slower)",
         f"{INSTALL} flash-linear-attention",
     ),
     "mamba-ssm": (
-        "Mamba-2 layers of Nemotron-H and Nemotron 3 on GPUs (without it: plain PyTorch, slower)",
+        "Mamba-2 layers of Nemotron-H and others on GPUs (without it: flash-linear-attention)",
         f"{INSTALL} --no-build-isolation mamba-ssm",
     ),
     "flash-attn-4": (

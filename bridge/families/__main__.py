@@ -30,8 +30,11 @@ TP (`--tensor_model_parallel_size`, with sequence parallelism), PP (`--pipeline_
 too) and CP (`--context_parallel_size`) split every family, EP and ETP those with experts. Some sizes are limited:
 
 - query heads and dense widths divide by TP, experts by EP, an expert's width by ETP; key heads may be fewer than TP;
-- the key heads of gated delta nets divide by TP x CP; on GPUs their kernels are those of flash-linear-attention
-  (`pip install flash-linear-attention`), and a run without it says so in a warning;
+- the key heads of gated delta nets divide by TP x CP, and so do the heads of Kimi delta attention and of lightning
+  attention;
+- on GPUs the kernels of gated delta nets, Kimi delta attention, lightning attention, Mamba-2 and short convolutions are
+  those of flash-linear-attention (`pip install flash-linear-attention`), and of Mamba-2 that of mamba-ssm where it is
+  installed; a run says which, and warns without them. In fp32 and with `--deterministic_mode true` plain PyTorch runs;
 - documents with more tokens than a lightning indexer selects (`index_topk`) take attention in plain PyTorch, in chunks:
   right and bounded in memory, and no faster than attention to all keys; the others take the kernels of every model;
 - lightning indexers learn with `--dsa_indexer_loss_coeff`, in every layout: the loss of a query is the divergence of
@@ -42,11 +45,8 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
   for documents with no more than `index_topk` tokens, which config.json may raise;
 - the layers of a GLM-5 that attend to the keys of an earlier layer are in one pipeline stage with it;
 - the groups of Mamba-2 layers divide by TP x CP too, and of Granite 4 and Falcon-H1, which have one or two, eighths of
-  them; on GPUs their kernel is that of mamba-ssm where it is installed
-  (`pip install --no-build-isolation mamba-ssm`);
+  them;
 - the channels of short convolutions divide by TP x CP, in 16 groups;
-- the heads of lightning attention and of Kimi delta attention divide by TP x CP; both run in plain PyTorch on GPUs too,
-  which is right and slow;
 - layers whose residual is a norm's output (minimax) keep the outputs of their norms under
   `--recompute_modules layernorm`;
 - experts under TP train with sequence parallelism only (megatron-core's rule);

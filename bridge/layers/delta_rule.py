@@ -34,6 +34,8 @@ class DeltaLayout:
     conv_slots: Tensor  # [tokens]: index of each token if `kernel - 1` zeros precede each document
     conv_length: int  # length of the tokens with these zeros
     cu_seqlens: Tensor  # [rows * documents + 1] int64
+    cu_seqlens_cpu: Tensor  # the same on the CPU
+    rows: int
     document_order: Tensor | None  # [sequence]: with context parallelism, rank-major index of each position
     rank_order: Tensor | None  # its inverse
 
@@ -61,12 +63,15 @@ def make_delta_layout(bounds: list[int], rows: int, cp_size: int, kernel: int, d
         document_order = torch.cat(
             [gathered_positions(start, end - start, bounds[-1], cp_size) for start, end in pairwise(bounds)]
         )
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
     return DeltaLayout(
         slots=to_device(_sequence_major(slots, rows), device),
         steps=steps,
         conv_slots=to_device(_sequence_major(conv_slots, rows), device),
         conv_length=tokens + (kernel - 1) * count,
-        cu_seqlens=to_device(F.pad(lengths.cumsum(0), (1, 0)), device),
+        cu_seqlens=to_device(cu_seqlens, device),
+        cu_seqlens_cpu=cu_seqlens,
+        rows=rows,
         document_order=None if document_order is None else to_device(document_order, device),
         rank_order=None if document_order is None else to_device(torch.argsort(document_order), device),
     )

@@ -6,9 +6,10 @@ which exchanges positions for heads inside the layer: a rank then has whole docu
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
@@ -18,17 +19,34 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .delta_rule import DeltaLayout
+from .fla_kernels import FlaKernels, fla_kernels, mixer_kernels
+from .linear import column_linear
+
+
+class Groups(NamedTuple):
+    """What the projections of a mixer need to know of its groups.
+
+    number: of which `noun` tells the user
+    sections: channels of a group: of the convolution, of the output and its gate, and of further inputs of `_mix`
+    projected: those of them that `in_proj` gives, by default all; the others come from a layer's own `_project`
+    """
+
+    number: int
+    noun: str
+    sections: tuple[int, ...]
+    projected: tuple[int, ...] | None = None
 
 
 class GroupedMixer(MegatronModule, ABC):
     """Projection, short convolution and state of each group, gated norm, projection: a `self_attention` for specs.
 
-    in_proj and out_proj: the spec's column- and row-parallel linears
-    groups: their number, of which `noun` tells the user
-    sections: channels of a group: of the convolution, of the output and its gate, and of further inputs of `_mix`
-    projected: those of them that `in_proj` gives, by default all; the others come from a layer's own `_project`
+    A layer names its `_groups`, its further modules, and how it mixes tokens: `_run_torch`, and `_run_fla` on GPUs.
+    in_proj and out_proj: the spec's column- and row-parallel linears; column: that of further linears
     Raises ValueError if TP x CP does not divide the groups.
     """
+
+    has_mamba_kernel: ClassVar[bool] = False  # in mamba_ssm
+    is_recomputed: ClassVar[bool] = True  # plain PyTorch, whose intermediate tensors are many times larger than inputs
 
     def __init__(
         self,
@@ -36,49 +54,48 @@ class GroupedMixer(MegatronModule, ABC):
         layer_number: int,
         in_proj,
         out_proj,
-        pg_collection,
-        *,
-        groups: int,
-        noun: str,
-        sections: Sequence[int],
-        projected: Sequence[int] | None = None,
+        column=None,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+        **_,
     ):
         super().__init__(config=config)
         assert pg_collection is not None
-        self.layer_number = layer_number
+        self.layer_number, self.column = layer_number, column
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        number, noun, self.sections, projected = self._groups(config)
         ranks = self.tp_group.size() * self.cp_group.size()
-        if groups % ranks:
+        if number % ranks:
             raise ValueError(
                 f"--tensor_model_parallel_size {self.tp_group.size()} x --context_parallel_size {self.cp_group.size()} "
-                f"does not divide the {groups} {noun}"
+                f"does not divide the {number} {noun}"
             )
-        self.groups = groups // self.tp_group.size()  # on this tensor-parallel rank
-        self.sections = tuple(sections)
-        settings: dict[str, Any] = {
-            "config": config,
-            "bias": False,
-            "is_expert": False,
-            "tp_group": self.tp_group,
-        }
-        self.in_proj = in_proj(
-            config.hidden_size,
-            groups * sum(projected or sections),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **settings,
+        self.groups = number // self.tp_group.size()  # on this tensor-parallel rank
+        outputs = number * sum(projected or self.sections)
+        self.in_proj = column_linear(
+            in_proj, config, config.hidden_size, outputs, self.tp_group, tp_comm_buffer_name="fc1"
         )
         self.out_proj = out_proj(
-            groups * sections[1],
+            number * self.sections[1],
             config.hidden_size,
+            config=config,
             init_method=config.output_layer_init_method,
+            bias=False,
             input_is_parallel=True,
             skip_bias_add=True,
+            is_expert=False,
+            tp_group=self.tp_group,
             tp_comm_buffer_name="fc2",
-            **settings,
         )
+        self._add_modules(config)
+
+    @abstractmethod
+    def _groups(self, config: TransformerConfig) -> Groups:
+        """Return the groups, and keep the sizes that the layer needs."""
+
+    @abstractmethod
+    def _add_modules(self, config: TransformerConfig) -> None:
+        """Add the layer's modules and parameters beside its projections; those split by TP are for `self.groups`."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params, **_):
         """hidden_states [sequence (/ CP, and / TP under sequence parallelism), rows, hidden_size] -> (the same, bias)
@@ -115,11 +132,30 @@ class GroupedMixer(MegatronModule, ABC):
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """Norm the output and multiply it by its gate: both [sequence, rows, groups, heads, value dim]."""
 
-    def _recompute(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Return function(*arguments), which the backward pass computes again.
+    def _run(self, x: Tensor, *inputs: Any) -> Tensor:
+        """Return the output of `_run_fla` or of `_run_torch` for x [tokens, ...]: [tokens, ...]."""
+        if self._kernels(x) == "fla":
+            return self._run_fla(fla_kernels(), x, *inputs)
+        return self._recompute(self._run_torch, x, *inputs) if self.is_recomputed else self._run_torch(x, *inputs)
 
-        The intermediate tensors are many times larger than the inputs.
-        """
+    def _kernels(self, x: Tensor) -> str:
+        return mixer_kernels(
+            x.dtype,
+            on_gpu=x.is_cuda,
+            deterministic=self.config.deterministic_mode,
+            has_mamba_kernel=self.has_mamba_kernel,
+        )
+
+    @abstractmethod
+    def _run_torch(self, *inputs: Any) -> Tensor:
+        """Mix the tokens of full documents in plain PyTorch: inputs [sequence * rows, ...]; the last is the layout."""
+
+    @abstractmethod
+    def _run_fla(self, kernels: FlaKernels, *inputs: Any) -> Tensor:
+        """Compute `_run_torch` with flash-linear-attention's kernels."""
+
+    def _recompute(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Return function(*arguments), which the backward pass computes again."""
         output = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
         assert isinstance(output, Tensor)
         return output

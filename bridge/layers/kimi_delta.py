@@ -14,56 +14,28 @@ from torch import Tensor
 
 from ..mapping.architecture import KimiDelta
 from .delta_rule import CHUNK, DeltaLayout, StateScan, causal_conv, future_mask, l2_normalize, to_chunks
-from .grouped_mixer import GroupedMixer, MixerWeight, make_parameter
-from .mla import ReplicatedLinear
+from .fla_kernels import FlaKernels, boundaries, from_row, to_row
+from .grouped_mixer import GroupedMixer, Groups, MixerWeight, make_parameter
+from .linear import ReplicatedLinear, column_linear
 
 ROWS = 16  # queries of a chunk whose decays are in memory at a time
 
 
 class KimiDeltaAttention(GroupedMixer):
-    """Kimi delta attention, with the arguments of `GroupedMixer`; column: the spec's column-parallel linear."""
+    """Kimi delta attention, with the arguments of `GroupedMixer`."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        in_proj,
-        out_proj,
-        column,
-        pg_collection=None,
-        name: str | None = None,
-        **_,
-    ):
+    def _groups(self, config: TransformerConfig) -> Groups:
         sizes: KimiDelta = config.architecture.kimi_delta  # type: ignore[attr-defined]
-        dim = self.dim = sizes.head_dim
-        super().__init__(
-            config,
-            layer_number,
-            in_proj,
-            out_proj,
-            pg_collection,
-            groups=sizes.heads,
-            noun="heads of this model's Kimi delta attention",
-            sections=(3 * dim, dim, dim, 1),
-            projected=(3 * dim, 1),
-        )
+        self.heads, self.dim, self.kernel = sizes.heads, sizes.head_dim, sizes.kernel
+        noun = "heads of this model's Kimi delta attention"
+        qkv = 3 * self.dim
+        return Groups(sizes.heads, noun, (qkv, self.dim, self.dim, 1), projected=(qkv, 1))
 
-        def expand() -> torch.nn.Module:
-            return column(
-                dim,
-                sizes.heads * dim,
-                config=config,
-                init_method=config.init_method,
-                gather_output=False,
-                bias=False,
-                skip_bias_add=False,
-                is_expert=False,
-                tp_group=self.tp_group,
-            )
-
+    def _add_modules(self, config: TransformerConfig) -> None:
+        dim, width = self.dim, self.heads * self.dim
         self.decay_down, self.gate_down = (ReplicatedLinear(config, config.hidden_size, dim) for _ in range(2))
-        self.decay_up, self.gate_up = expand(), expand()
-        self.conv1d = MixerWeight(config, self.groups * 3 * dim, 1, sizes.kernel, split=True)
+        self.decay_up, self.gate_up = (column_linear(self.column, config, dim, width, self.tp_group) for _ in range(2))
+        self.conv1d = MixerWeight(config, self.groups * 3 * dim, 1, self.kernel, split=True)
         # As checkpoints have them.
         self.A_log = make_parameter(config, 1, 1, self.groups, 1, fp32=True, split=True, dim=2)
         self.dt_bias = make_parameter(config, self.groups * dim, fp32=True, split=True)
@@ -82,18 +54,54 @@ class KimiDeltaAttention(GroupedMixer):
         """qkv [sequence, rows, heads, 3 * dim], decay [..., dim], beta [..., 1], of full documents
         -> [sequence, rows, heads, 1, dim]"""
         sequence, rows, heads, _ = qkv.shape
-        weight, dt_bias = (self._local(x, heads) for x in (self.conv1d(), self.dt_bias))
-        rates = -self._local(self.A_log.flatten(), heads).exp()  # [heads, 1]
-        decay = rates * F.softplus(decay.float() + dt_bias)
+        weight, dt_bias, a_log = (self._local(x, heads) for x in (self.conv1d(), self.dt_bias, self.A_log.flatten()))
         inputs = (x.flatten(0, 1) for x in (qkv.flatten(2), decay, beta.sigmoid().squeeze(-1)))
-        output = self._recompute(self._attend, *inputs, weight.flatten(0, 1), layout)
+        output = self._run(*inputs, weight.flatten(0, 1), a_log, dt_bias, layout)
         return output.view(sequence, rows, heads, 1, self.dim)
 
-    def _attend(self, qkv: Tensor, decay: Tensor, beta: Tensor, weight: Tensor, layout: DeltaLayout) -> Tensor:
-        """qkv [tokens, heads * 3 * dim] -> [tokens, heads, dim]"""
+    def _run_torch(
+        self,
+        qkv: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        weight: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        layout: DeltaLayout,
+    ) -> Tensor:
+        """qkv [tokens, heads * 3 * dim], decay [tokens, heads, dim], beta [tokens, heads]; a_log [heads, 1], dt_bias
+        [heads, dim] -> [tokens, heads, dim]"""
         convolved = causal_conv(qkv, weight, layout).unflatten(-1, (-1, 3 * self.dim))
         query, key, value = convolved.chunk(3, dim=-1)
+        decay = -a_log.exp() * F.softplus(decay.float() + dt_bias)
         return channel_delta_rule(query, key, value, decay, beta, layout)
+
+    def _run_fla(
+        self,
+        kernels: FlaKernels,
+        qkv: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        weight: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        layout: DeltaLayout,
+    ) -> Tensor:
+        convolved = kernels.convolve(qkv, weight, layout).unflatten(-1, (-1, 3 * self.dim))
+        query, key, value = (x.contiguous() for x in convolved.chunk(3, dim=-1))
+        output, _ = kernels.channel_delta_rule(
+            query,
+            key,
+            value,
+            g=to_row(decay, layout),
+            beta=to_row(beta, layout),
+            A_log=a_log.flatten(),
+            dt_bias=dt_bias.flatten(),
+            use_gate_in_kernel=True,
+            use_qk_l2norm_in_kernel=True,
+            **boundaries(layout),
+        )
+        return from_row(output, layout)
 
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         # Ranks normalize different heads by the same weight, so its gradient is summed over them.

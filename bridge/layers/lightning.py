@@ -10,7 +10,8 @@ from megatron.core.typed_torch import not_none
 from torch import Tensor
 
 from .delta_rule import DeltaLayout
-from .grouped_mixer import GroupedMixer, MixerWeight
+from .fla_kernels import FlaKernels, from_row, to_row
+from .grouped_mixer import GroupedMixer, Groups, MixerWeight
 from .norm import mean_over_ranks
 from .state_space import state_space
 
@@ -20,28 +21,13 @@ NORM_EPS = 1e-6  # transformers' class takes its norm's default, not that of con
 class LightningAttention(GroupedMixer):
     """Lightning attention, with the arguments of `GroupedMixer`."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        in_proj,
-        out_proj,
-        pg_collection=None,
-        name: str | None = None,
-        **_,
-    ):
-        head_dim = not_none(config.kv_channels)
-        super().__init__(
-            config,
-            layer_number,
-            in_proj,
-            out_proj,
-            pg_collection,
-            groups=config.num_attention_heads,
-            noun="heads of this model's lightning attention",
-            sections=(3 * head_dim, head_dim),
-        )
-        self.norm = MixerWeight(config, self.groups * head_dim, split=True)
+    def _groups(self, config: TransformerConfig) -> Groups:
+        self.dim = not_none(config.kv_channels)
+        noun = "heads of this model's lightning attention"
+        return Groups(config.num_attention_heads, noun, (3 * self.dim, self.dim))
+
+    def _add_modules(self, config: TransformerConfig) -> None:
+        self.norm = MixerWeight(config, self.groups * self.dim, split=True)
 
     def slopes(self) -> Tensor:
         """Return how much less the logarithm of the state is after each token, for this rank's heads."""
@@ -55,13 +41,23 @@ class LightningAttention(GroupedMixer):
         """qkv [sequence, rows, heads, 3 * head dim] of full documents -> [sequence, rows, heads, 1, head dim]"""
         sequence, rows, heads, _ = qkv.shape
         decay = -self._local(self.slopes(), heads)
-        return self._recompute(self._attend, qkv.flatten(0, 1), decay, layout).view(sequence, rows, heads, 1, -1)
+        return self._run(qkv.flatten(0, 1), decay, layout).view(sequence, rows, heads, 1, -1)
 
-    def _attend(self, qkv: Tensor, decay: Tensor, layout: DeltaLayout) -> Tensor:
+    def _run_torch(self, qkv: Tensor, decay: Tensor, layout: DeltaLayout) -> Tensor:
         """qkv [tokens, heads, 3 * head dim], decay [heads, 1] -> [tokens, heads, 1, head dim]"""
         query, key, value = F.silu(qkv).chunk(3, dim=-1)
         decay = decay.expand(len(qkv), -1, -1)
         return state_space(value.unsqueeze(2), key, query, torch.ones_like(decay), decay, layout)
+
+    def _run_fla(self, kernels: FlaKernels, qkv: Tensor, decay: Tensor, layout: DeltaLayout) -> Tensor:
+        query, key, value = to_row(F.silu(qkv), layout).chunk(3, dim=-1)
+        output, _ = kernels.decayed_attention(
+            *(x.contiguous() for x in (query, key, value)),
+            g_gamma=decay.flatten(),
+            scale=1.0,
+            cu_seqlens=layout.cu_seqlens,
+        )
+        return from_row(output, layout)
 
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """Norm all heads together."""

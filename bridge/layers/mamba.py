@@ -1,13 +1,12 @@
 """Mamba-2 layers of Nemotron-H and others: a `self_attention` for layer specs.
 
 A group is a key B and a query C, with the heads that have them: values x, time steps and gates. A unit is a group or a
-piece of one (`Mamba.pieces`): some of its heads, and a part of the channels of its key and query. On a GPU with
-`mamba_ssm` installed, its kernel replaces the plain PyTorch of state_space.py.
+piece of one (`Mamba.pieces`): some of its heads, and a part of the channels of its key and query. On a GPU the kernel
+of `mamba_ssm` replaces the plain PyTorch of state_space.py where it is installed, and else that of `fla`.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,16 +17,9 @@ from torch import Tensor
 
 from ..mapping.architecture import Mamba
 from .delta_rule import CHUNK, DeltaLayout, causal_conv
-from .grouped_mixer import GroupedMixer, MixerWeight, make_parameter
+from .fla_kernels import FlaKernels, from_row, to_row
+from .grouped_mixer import GroupedMixer, Groups, MixerWeight, make_parameter
 from .state_space import state_space
-
-
-def mamba_kernels(dtype: torch.dtype, *, on_gpu: bool, deterministic: bool) -> str:
-    """Return the kernels of Mamba-2 layers: "mamba_ssm", "torch", or "missing": torch, as it is not installed."""
-    # The kernel's products in fp32 are in TF32, and its backward pass adds in any order.
-    if not on_gpu or dtype == torch.float32 or deterministic:
-        return "torch"
-    return "mamba_ssm" if find_spec("mamba_ssm") else "missing"
 
 
 @cache
@@ -40,32 +32,18 @@ def _scan_kernel() -> Callable:
 class Mamba2(GroupedMixer):
     """Mamba-2 layer, with the arguments of `GroupedMixer`."""
 
+    has_mamba_kernel = True
     multipliers: Tensor  # if the model has them
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        in_proj,
-        out_proj,
-        pg_collection=None,
-        name: str | None = None,
-        **_,
-    ):
+    def _groups(self, config: TransformerConfig) -> Groups:
         mamba: Mamba = config.architecture.mamba  # type: ignore[attr-defined]
-        heads, key_dim = mamba.heads // mamba.units, mamba.state_dim // mamba.pieces  # per unit
-        conv_dim = heads * mamba.head_dim + 2 * key_dim
-        super().__init__(
-            config,
-            layer_number,
-            in_proj,
-            out_proj,
-            pg_collection,
-            groups=mamba.units,
-            noun="groups of this model's Mamba-2 layers" + " or pieces of them" * (mamba.pieces > 1),
-            sections=(conv_dim, heads * mamba.head_dim, heads),
-        )
-        self.mamba, self.heads = mamba, heads
+        self.mamba, self.heads, self.key_dim = mamba, mamba.heads // mamba.units, mamba.state_dim // mamba.pieces
+        width = self.heads * mamba.head_dim  # per unit
+        noun = "groups of this model's Mamba-2 layers" + " or pieces of them" * (mamba.pieces > 1)
+        return Groups(mamba.units, noun, (width + 2 * self.key_dim, width, self.heads))
+
+    def _add_modules(self, config: TransformerConfig) -> None:
+        mamba, heads = self.mamba, self.groups * self.heads
         for units in (self.groups, self.groups // self.cp_group.size()):
             if units % mamba.pieces and mamba.pieces % units:
                 raise ValueError(
@@ -73,16 +51,18 @@ class Mamba2(GroupedMixer):
                     f"{self.cp_group.size()}: a rank would have {units} pieces of this model's Mamba-2 groups, which "
                     f"have {mamba.pieces} each. Set powers of 2"
                 )
-        self.conv1d = MixerWeight(config, self.groups * conv_dim, 1, mamba.kernel, split=True, bias=mamba.conv_bias)
-        self.A_log, self.D, self.dt_bias = (make_parameter(config, self.groups * heads, split=True) for _ in range(3))
+        self.conv1d = MixerWeight(
+            config, self.groups * self.sections[0], 1, mamba.kernel, split=True, bias=mamba.conv_bias
+        )
+        self.A_log, self.D, self.dt_bias = (make_parameter(config, heads, split=True) for _ in range(3))
         if mamba.has_norm:
-            self.norm = MixerWeight(config, self.groups * heads * mamba.head_dim, split=True)
+            self.norm = MixerWeight(config, heads * mamba.head_dim, split=True)
 
         if mamba.multipliers:
             gate, value, key, query, dt = mamba.multipliers
-            values = [value] * heads * mamba.head_dim
-            factors = [*values, *[key] * key_dim, *[query] * key_dim, *[gate] * len(values), *[dt] * heads]
-            vector = torch.tensor(factors, dtype=config.params_dtype, device=self.A_log.device)
+            widths = self.sections[1], self.key_dim, self.key_dim, *self.sections[1:]
+            factors = torch.tensor([value, key, query, gate, dt], dtype=config.params_dtype)
+            vector = factors.repeat_interleave(torch.tensor(widths)).to(self.A_log.device)
             self.register_buffer("multipliers", vector, persistent=False)
 
     def _project(self, hidden_states: Tensor) -> Sequence[Tensor]:
@@ -98,39 +78,38 @@ class Mamba2(GroupedMixer):
         sequence, rows, units, _ = convolved.shape
         groups = max(units // self.mamba.pieces, 1)
         weight, bias = self.conv1d(), self.conv1d.bias
-        weights = [self._local(weight, units).flatten(0, 1), None if bias is None else self._local(bias, units)]
+        bias = None if bias is None else self._local(bias, units).flatten()
         a_log, skip, dt_bias = (self._local(x, units).float() for x in (self.A_log, self.D, self.dt_bias))
         dt = F.softplus(dt.float() + dt_bias).clamp(*self.mamba.dt_limits)
         arguments: tuple[Any, ...] = (
             convolved.flatten(0, 1).flatten(1),
             dt.reshape(sequence * rows, groups, -1),
-            *weights,
+            self._local(weight, units).flatten(0, 1),
+            bias,
             -a_log.exp().view(groups, -1),
             skip.view(groups, -1),
         )
-        kernels = mamba_kernels(convolved.dtype, on_gpu=convolved.is_cuda, deterministic=self.config.deterministic_mode)
-        if kernels == "mamba_ssm":
-            output = self._run_kernel(_scan_kernel(), *arguments, layout=layout, rows=rows)
-        else:
-            output = self._recompute(self._run_torch, *arguments, layout)
+        output = self._run(*arguments, layout)
         return output.view(sequence, rows, units, self.heads, self.mamba.head_dim)
 
-    def _convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, layout: DeltaLayout
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _run(self, x: Tensor, *inputs: Any) -> Tensor:
+        if self._kernels(x) == "mamba_ssm":
+            return self._run_mamba_ssm(_scan_kernel(), x, *inputs)
+        return super()._run(x, *inputs)
+
+    def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[tokens, units * channels] -> value [tokens, groups, heads, head dim], key and query [..., state dim]
 
         The groups are those of which this rank has heads.
         """
-        mamba, bias = self.mamba, None if bias is None else bias.flatten()
-        mixed = causal_conv(x, weight, layout, bias).unflatten(-1, (-1, self.sections[0]))
-        key_dim = mamba.state_dim // mamba.pieces
-        value, *key_and_query = mixed.split((self.heads * mamba.head_dim, key_dim, key_dim), dim=-1)
+        mamba, tokens = self.mamba, len(convolved)
+        mixed = convolved.unflatten(-1, (-1, self.sections[0]))
+        value, *key_and_query = mixed.split((self.sections[1], self.key_dim, self.key_dim), dim=-1)
         groups = max(value.shape[1] // mamba.pieces, 1)
         if value.shape[1] < mamba.pieces:
             key_and_query = self._gather_group(torch.cat(key_and_query, dim=-1)).chunk(2, dim=-1)
-        key, query = (part.reshape(len(x), groups, mamba.state_dim) for part in key_and_query)
-        return value.reshape(len(x), groups, -1, mamba.head_dim), key, query
+        key, query = (part.reshape(tokens, groups, mamba.state_dim) for part in key_and_query)
+        return value.reshape(tokens, groups, -1, mamba.head_dim), key, query
 
     def _gather_group(self, x: Tensor) -> Tensor:
         """Return all pieces of the group that this rank has some of: x [tokens, units, ...] -> [tokens, pieces, ...]"""
@@ -151,11 +130,29 @@ class Mamba2(GroupedMixer):
         skip: Tensor,
         layout: DeltaLayout,
     ) -> Tensor:
-        """Return [tokens, groups, heads, head dim]. x [tokens, units * channels]; rates a and skip [groups, heads]."""
-        value, key, query = self._convolve(x, weight, bias, layout)
+        """x [tokens, units * channels], dt [tokens, groups, heads]; rates a and skip [groups, heads]
+        -> [tokens, groups, heads, head dim]"""
+        value, key, query = self._split(causal_conv(x, weight, layout, bias))
         return state_space(value, key, query, dt, dt * rates, layout) + (skip.unsqueeze(-1) * value).to(value.dtype)
 
-    def _run_kernel(
+    def _run_fla(
+        self,
+        kernels: FlaKernels,
+        x: Tensor,
+        dt: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rates: Tensor,
+        skip: Tensor,
+        layout: DeltaLayout,
+    ) -> Tensor:
+        value, key, query = self._split(kernels.convolve(x, weight, layout, bias).squeeze(0))  # in the row's order
+        dt = to_row(dt, layout).squeeze(0)
+        # The kernel wants keys and queries of each head: they are copied again in the backward pass.
+        output = self._recompute(_attend, kernels.decayed_attention, value, key, query, dt, rates, layout.cu_seqlens)
+        return from_row((output + (skip.unsqueeze(-1) * value).to(value.dtype)).unsqueeze(0), layout)
+
+    def _run_mamba_ssm(
         self,
         scan: Callable,
         x: Tensor,
@@ -165,31 +162,24 @@ class Mamba2(GroupedMixer):
         rates: Tensor,
         skip: Tensor,
         layout: DeltaLayout,
-        rows: int,
     ) -> Tensor:
-        """Compute `_run_torch` with mamba_ssm's kernel, on one row of documents instead of [sequence, rows]."""
-
-        def to_row(
-            part: Tensor,
-        ) -> Tensor:  # [sequence * rows, groups, (heads,) ...] -> [1, tokens, groups * heads, ...]
-            return part.unflatten(0, (-1, rows)).transpose(0, 1).flatten(0, 1).unsqueeze(0).contiguous()
-
-        value, key, query = self._convolve(x, weight, bias, layout)
+        """Compute `_run_torch` with mamba_ssm's kernel, on one row of documents."""
+        value, key, query = self._split(causal_conv(x, weight, layout, bias))
         lengths = layout.cu_seqlens.diff()
         documents = torch.repeat_interleave(
             torch.arange(len(lengths), dtype=torch.int32, device=x.device), lengths, output_size=len(x)
         )
         output = scan(
-            to_row(value.flatten(1, 2)),
-            to_row(dt.flatten(1)),
+            to_row(value.flatten(1, 2), layout),
+            to_row(dt.flatten(1), layout),
             rates.flatten(),
-            to_row(key),
-            to_row(query),
+            to_row(key, layout),
+            to_row(query, layout),
             chunk_size=4 * CHUNK,
             D=skip.flatten(),
             seq_idx=documents.unsqueeze(0),
         )
-        return output.view(rows, -1, *value.shape[1:]).transpose(0, 1).contiguous()
+        return from_row(output, layout).view_as(value)
 
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """Norm each group's heads together."""
@@ -211,3 +201,15 @@ class Mamba2(GroupedMixer):
             first = self.tp_group.rank() * units
         mean = x.unflatten(-1, (-1, self.mamba.pieces)).mean(-1)
         return mean.repeat_interleave(self.mamba.pieces, dim=-1).narrow(-1, first, units)
+
+
+def _attend(
+    attention: Callable, value: Tensor, key: Tensor, query: Tensor, dt: Tensor, rates: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """Return `state_space` of documents in one row, as linear attention with a decay per token and head."""
+    heads = value.shape[2]
+    key, query = (x.repeat_interleave(heads, dim=1).unsqueeze(0) for x in (key, query))
+    scaled = (value.float() * dt.unsqueeze(-1)).to(value.dtype)
+    decay = (dt * rates).flatten(1).unsqueeze(0)
+    output, _ = attention(query, key, scaled.flatten(1, 2).unsqueeze(0), g=decay, scale=1.0, cu_seqlens=cu_seqlens)
+    return output.view_as(value)

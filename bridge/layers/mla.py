@@ -15,10 +15,11 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from .attention import CoreAttention
+from .linear import ReplicatedLinear, column_linear
 from .norm import NormBuilder
 from .packed_seqs import Documents
 
@@ -32,20 +33,6 @@ class LatentAttentionSubmodules:
     column: Any
     row: Any
     norm: NormBuilder
-
-
-class ReplicatedLinear(torch.nn.Module):
-    """Linear layer replicated on all tensor-parallel ranks: `weight` [outputs, inputs]."""
-
-    def __init__(self, config: TransformerConfig, inputs: int, outputs: int):
-        super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
-        # With sequence parallelism each rank has different tokens, so the gradients are summed over the ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
 
 
 class _PreRotatedAttention(CoreAttention):
@@ -86,17 +73,7 @@ class LatentAttention(MegatronModule):
         self.recomputes_core, self.recomputes_up = "core_attn" in selective, "mla_up_proj" in selective
 
         def column(inputs: int, outputs: int) -> Any:
-            return submodules.column(
-                inputs,
-                outputs,
-                config=config,
-                init_method=config.init_method,
-                gather_output=False,
-                bias=False,
-                skip_bias_add=False,
-                is_expert=False,
-                tp_group=self.tp_group,
-            )
+            return column_linear(submodules.column, config, inputs, outputs, self.tp_group)
 
         queries = config.num_attention_heads * self.query_dim
         if config.q_lora_rank is None:

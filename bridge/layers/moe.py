@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from .mla import ReplicatedLinear
+from .linear import ReplicatedLinear
 from .router import Router
 
 

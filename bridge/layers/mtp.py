@@ -16,7 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from .mla import ReplicatedLinear
+from .linear import ReplicatedLinear
 from .norm import NormBuilder
 from .packed_seqs import Documents
 

@@ -19,6 +19,16 @@ class Rope:
     axes: tuple[int, ...] = ()
 
 
+MIXERS = {  # nouns of the token mixers but attention, by `Layer.mixer`
+    "gated_delta_net": "gated delta nets",
+    "kimi_delta": "Kimi delta attention",
+    "lightning_attention": "lightning attention",
+    "mamba": "Mamba-2",
+    "attention_and_mamba": "Mamba-2",
+    "short_conv": "short convolutions",
+}
+
+
 class ResidualFactors(NamedTuple):
     """Factors in a layer that adds its parts to their own normed input: residual * norm(x) + output * part(norm(x))."""
 

@@ -1,6 +1,7 @@
 """Choice of kernels: flags are preferences, and the closest available kernels are selected and reported."""
 
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,21 +10,16 @@ from megatron.core.transformer.enums import AttnBackend
 
 from .. import runtime
 from ..kernels import flash_attention, usable
-from ..layers.gated_delta import delta_kernels
-from ..layers.mamba import mamba_kernels
+from ..layers.fla_kernels import mixer_kernels
 from ..mapping import fp8
-from ..mapping.architecture import Architecture
+from ..mapping.architecture import MIXERS, Architecture
 from ..options import BuildOptions, KernelOptions, ParallelOptions
 
-DELTA_NETS = {
+MIXER_KERNELS = {
     "fla": "flash-linear-attention",
-    "torch": "plain PyTorch",
-    "missing": "plain PyTorch, since flash-linear-attention is NOT INSTALLED",
-}
-MAMBA = {
     "mamba_ssm": "mamba-ssm",
     "torch": "plain PyTorch",
-    "missing": "plain PyTorch, since mamba-ssm is NOT INSTALLED",
+    "missing": "plain PyTorch, since flash-linear-attention is NOT INSTALLED",
 }
 
 
@@ -36,25 +32,19 @@ class Kernels:
     dispatcher: str | None = None  # token dispatcher; None: no experts
     permutation: str | None = None  # token permutation: "own", "transformer_engine" or "plain"
     fp8: str | None = None  # format and recipe; None: no FP8
-    delta_nets: str | None = None  # of gated delta nets: see delta_kernels; None: there are none
-    mamba: str | None = None  # kernels of Mamba-2 layers: see mamba_kernels; None: there are none
+    mixers: tuple[tuple[str, str], ...] = ()  # of each kind of mixers but attention, its noun and its `mixer_kernels`
     selected_keys: int | None = None  # keys that a lightning indexer selects for a query; None: there is no indexer
 
     @property
     def warnings(self) -> list[str]:
         """Return a line per package whose absence makes this model slow, with its cure."""
-        warnings = []
-        if self.delta_nets == "missing":
-            warnings.append(
-                "warning: flash-linear-attention is not installed: this model's gated delta nets run in plain PyTorch, "
-                "much slower than by its kernels. Install it: pip install flash-linear-attention"
-            )
-        if self.mamba == "missing":
-            warnings.append(
-                "warning: mamba-ssm is not installed: this model's Mamba-2 layers run in plain PyTorch, slower than by "
-                "its kernel. Install it: pip install --no-build-isolation mamba-ssm"
-            )
-        return warnings
+        missing = [noun for noun, kernels in self.mixers if kernels == "missing"]
+        if not missing:
+            return []
+        return [
+            f"warning: flash-linear-attention is not installed: this model's {' and '.join(missing)} run in plain "
+            "PyTorch, much slower than by its kernels. Install it: pip install flash-linear-attention"
+        ]
 
     def attention_backend(self, options: KernelOptions) -> AttnBackend:
         """Return Transformer Engine's backend: flash only if flash-attn 2 is installed, else its automatic choice."""
@@ -80,10 +70,8 @@ class Kernels:
         text = f"layers: {layers}; attention: {attention}"
         if self.selected_keys:
             text += f"; of documents beyond {self.selected_keys} tokens: plain PyTorch, to selected keys"
-        if self.delta_nets:
-            text += f"; gated delta nets: {DELTA_NETS[self.delta_nets]}"
-        if self.mamba:
-            text += f"; Mamba-2: {MAMBA[self.mamba]}"
+        for noun, kernels in self.mixers:
+            text += f"; {noun}: {MIXER_KERNELS[kernels]}"
         if self.fp8:
             text += f"; FP8 ({self.fp8}): matrices of attention and dense MLPs; bf16: all else, experts too"
         if self.dispatcher is None:
@@ -124,14 +112,9 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
         # Only the built-in kernel caps scores.
         has_kernel = architecture.score_cap is None or usable(torch.empty(0, device=runtime.device()))
         attention = "varlen" if has_kernel and options.attention_backend != "unfused" else "sdpa"
-    delta_nets = None
-    if any(layer.mixer == "gated_delta_net" for layer in architecture.layers):
-        delta_nets = delta_kernels(dtype, on_gpu=on_gpu, deterministic=options.deterministic_mode)
-    mamba = None
-    if architecture.mamba:
-        mamba = mamba_kernels(dtype, on_gpu=on_gpu, deterministic=options.deterministic_mode)
     selected_keys = architecture.sparse.topk if architecture.sparse else None
-    kinds: dict[str, Any] = {"delta_nets": delta_nets, "mamba": mamba, "selected_keys": selected_keys}
+    mixers = _mixers(architecture, dtype, on_gpu=on_gpu, deterministic=options.deterministic_mode)
+    kinds: dict[str, Any] = {"mixers": mixers, "selected_keys": selected_keys}
     if "num_moe_experts" not in architecture.transformer:
         return Kernels(use_engine, attention, fp8=precision, **kinds)
     dispatcher = options.moe_token_dispatcher_type
@@ -140,6 +123,14 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
         dispatcher = "alltoall"
     permutation = _permutation(options, dispatcher, transformer_engine=has_engine)
     return Kernels(use_engine, attention, dispatcher, permutation, precision, **kinds)
+
+
+def _mixers(
+    architecture: Architecture, dtype: torch.dtype, *, on_gpu: bool, deterministic: bool
+) -> tuple[tuple[str, str], ...]:
+    nouns = dict.fromkeys(MIXERS[layer.mixer] for layer in architecture.layers if layer.mixer in MIXERS)
+    choose = partial(mixer_kernels, dtype, on_gpu=on_gpu, deterministic=deterministic)
+    return tuple((noun, choose(has_mamba_kernel=noun == MIXERS["mamba"])) for noun in nouns)
 
 
 def _uses_flash(options: BuildOptions, architecture: Architecture) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megatron.core.transformer import TransformerConfig
 
+from ...bridge.layers.delta_rule import CHUNK
 from ...bridge.mapping.architecture import Layer
 from ..observability.flops import Flops
 from ..system.memory import GIB
@@ -272,15 +273,16 @@ def key_values(config: TransformerConfig) -> int:
 
 def _mixer_values(config: TransformerConfig, layer: Layer) -> int:
     if layer.mixer == "lightning_attention":
-        # Its norm's input and output, what is projected, and attention's output, before and after its norm.
-        return 2 * config.hidden_size + 6 * _head_values(config)[1]
+        # Its norm's input and output, what is projected, activated too, and the output, before and after its norm.
+        return 2 * config.hidden_size + 9 * _head_values(config)[1]
     if layer.mixer == "short_conv":
         # Its norm's input and output, what is projected, before and after the convolution, and the gated output.
         return 8 * config.hidden_size
     if layer.mixer == "kimi_delta":
-        # Likewise, with two latents, and with decays in fp32, before and after their softplus.
+        # Its norm's input and output, two latents, what is projected, before and after the convolution, decays,
+        # products of a chunk's keys with its keys and queries, and in fp32 the output, normed too, and its gate.
         heads, dim, _ = config.architecture.kimi_delta  # type: ignore[attr-defined]
-        return 2 * config.hidden_size + 14 * heads * dim + 2 * dim
+        return 2 * config.hidden_size + 2 * dim + (14 * dim + 2 * CHUNK) * heads
     attention = _attention_values(config) if layer.has_attention else 0
     if layer.mixer in ("attention", "gated_delta_net"):
         return _attention_values(config)

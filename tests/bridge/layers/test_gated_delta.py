@@ -7,7 +7,7 @@ import pytest
 import torch
 from megaswift.bridge.families import qwen3_5_text
 from megaswift.bridge.layers.delta_rule import CHUNK, causal_conv, delta_rule, make_delta_layout
-from megaswift.bridge.layers.gated_delta import GatedDeltaNet, _FlaKernels
+from megaswift.bridge.layers.gated_delta import GatedDeltaNet
 
 GROUPS, HEADS, KEY, VALUE, KERNEL = 3, 2, 16, 24, 4
 CPU = torch.device("cpu")
@@ -104,42 +104,6 @@ def test_positions_of_context_parallel_ranks_are_put_in_place():
     layout = make_delta_layout(bounds, 1, ranks, KERNEL, CPU)
     assert laid[layout.document_order].tolist() == list(range(24))
     assert torch.arange(24)[layout.rank_order].tolist() == laid.tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("bounds", "rows"), PACKS)
-def test_what_goes_to_fused_kernels_is_what_they_take(bounds, rows):
-    """By the arguments of `fla`'s functions, computed by transformers': the layer's two ways agree."""
-    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
-
-    def by_document(compute, ends, *inputs):
-        cuts = list(pairwise(ends.tolist()))
-        return torch.cat([compute(*(x[:, start:end] for x in inputs)) for start, end in cuts], dim=1), None
-
-    def conv(*, x, weight, bias, activation, cu_seqlens):
-        assert bias is None
-        return by_document(lambda x: theirs.causal_conv1d_fn(x.mT, weight, activation=activation).mT, cu_seqlens, x)
-
-    def rule(query, key, value, *, g, beta, use_qk_l2norm_in_kernel, cu_seqlens):
-        assert use_qk_l2norm_in_kernel
-        assert all(x.is_contiguous() for x in (query, key, value, g, beta))
-        return by_document(
-            lambda q, k, v, g, beta: theirs.torch_chunk_gated_delta_rule(
-                q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True
-            )[0],
-            cu_seqlens, query, key, value, g, beta,
-        )  # fmt: skip
-
-    net = GatedDeltaNet.__new__(GatedDeltaNet)
-    torch.nn.Module.__init__(net)
-    net.key_dim, net.value_dim, net.heads, net.conv_dim = KEY, VALUE, HEADS, 2 * KEY + HEADS * VALUE
-    _, _, _, decay, beta = inputs(bounds[-1], rows)
-    mixed, weight = torch.randn(bounds[-1], rows, GROUPS, net.conv_dim), torch.randn(GROUPS * net.conv_dim, 1, KERNEL)
-    layout = make_delta_layout(bounds, rows, 1, KERNEL, CPU)
-    found = net._run_fla(_FlaKernels(conv, rule), mixed, weight, decay, beta, layout)
-    flat = (x.flatten(0, 1) for x in (mixed.flatten(2), decay, beta))
-    expected = net._run_torch(*flat, weight, layout).view(bounds[-1], rows, -1)
-    assert relative(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize(

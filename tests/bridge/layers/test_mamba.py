@@ -9,6 +9,8 @@ from megaswift.bridge.layers.mamba import Mamba2
 from megaswift.bridge.layers.state_space import state_space
 from megaswift.bridge.mapping.architecture import Mamba
 
+from tests.bridge.layers.linear_attention import mixer
+
 GROUPS, HEADS, DIM, STATE, KERNEL = 2, 3, 5, 4, 4
 BOUNDS = [0, 70, 73, 203]  # documents of more than one chunk, and of less than the convolution's width
 CPU = torch.device("cpu")
@@ -65,20 +67,19 @@ def test_the_kernel_gets_one_row_of_documents(rows, pieces):
         decay = by_group[3] * A.view(GROUPS, heads)
         return (recurrence(*by_group, decay, borders).flatten(1, 2) + D[:, None] * x[0]).unsqueeze(0).float()
 
-    layer = Mamba2.__new__(Mamba2)
-    torch.nn.Module.__init__(layer)
-    layer.mamba = Mamba(GROUPS * heads, DIM, GROUPS, STATE, KERNEL, True, (0.0, float("inf")), pieces)
-    layer.heads, layer.sections = HEADS, (HEADS * DIM + 2 * STATE // pieces, HEADS * DIM, HEADS)
+    sizes = Mamba(GROUPS * heads, DIM, GROUPS, STATE, KERNEL, True, (0.0, float("inf")), pieces)
+    sections = (HEADS * DIM + 2 * STATE // pieces, HEADS * DIM, HEADS)
+    layer = mixer(Mamba2, mamba=sizes, heads=HEADS, key_dim=STATE // pieces, sections=sections)
     channels, length = GROUPS * pieces * layer.sections[0], BOUNDS[-1]
     arguments = (
         torch.randn(length * rows, channels),
         torch.rand(length * rows, GROUPS, heads),
         torch.randn(channels, 1, KERNEL),
-        torch.randn(GROUPS * pieces, layer.sections[0]),
+        torch.randn(channels),
         -torch.rand(GROUPS, heads),
         torch.randn(GROUPS, heads),
     )
     layout = make_delta_layout(BOUNDS, rows, 1, KERNEL, CPU)
-    found = layer._run_kernel(scan, *arguments, layout, rows).view(length * rows, GROUPS, heads, DIM)
+    found = layer._run_mamba_ssm(scan, *arguments, layout)
     expected = layer._run_torch(*arguments, layout)
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()

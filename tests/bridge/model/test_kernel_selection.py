@@ -4,7 +4,7 @@ import pytest
 import torch
 from megaswift.bridge.families import family_of
 from megaswift.bridge.kernels import flash_attention
-from megaswift.bridge.layers import gated_delta, mamba
+from megaswift.bridge.layers import fla_kernels
 from megaswift.bridge.model.kernel_selection import choose_kernels
 from megaswift.bridge.options import BuildOptions
 
@@ -22,6 +22,12 @@ BF16, FP32 = torch.bfloat16, torch.float32
         ("qwen3_next", BF16, True, False, True, "; gated delta nets: plain PyTorch", False),  # it would not be used
         ("qwen3_next", FP32, True, False, False, "; gated delta nets: plain PyTorch", False),
         ("qwen3_next", BF16, False, False, False, "; gated delta nets: plain PyTorch", False),
+        ("kimi_linear", BF16, True, True, False, "; Kimi delta attention: flash-linear-attention", False),
+        ("minimax", BF16, True, True, False, "; lightning attention: flash-linear-attention", False),
+        ("minimax", BF16, True, False, False, "NOT INSTALLED", True),
+        ("lfm2", BF16, True, True, False, "; short convolutions: flash-linear-attention", False),
+        ("granitemoehybrid", BF16, True, True, False, "; Mamba-2: flash-linear-attention", False),
+        ("falcon_h1", BF16, True, False, False, "NOT INSTALLED", True),
         ("qwen3", BF16, True, False, False, "", False),
     ],
 )  # fmt: skip
@@ -29,12 +35,12 @@ def test_flash_linear_attention_is_never_missed_silently(
     monkeypatch, family, dtype, on_gpu, installed, deterministic, text, warns
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(gated_delta, "find_spec", lambda name: installed and name == "fla")
+    monkeypatch.setattr(fla_kernels, "find_spec", lambda name: installed and name == "fla")
     about = tiny.config(family).to_dict()
     options = BuildOptions(deterministic_mode=deterministic, moe_permute_fusion=False)
     kernels = choose_kernels(options, family_of(about).describe(about), dtype)
     assert text in str(kernels)
-    assert ("delta nets" in str(kernels)) == bool(text)
+    assert bool(kernels.mixers) == bool(text)
     assert ("NOT INSTALLED" in str(kernels)) == warns
     assert ["pip install flash-linear-attention" in line for line in kernels.warnings] == [True] * warns
 
@@ -43,19 +49,19 @@ def test_flash_linear_attention_is_never_missed_silently(
     ("dtype", "on_gpu", "installed", "text", "warns"),
     [
         (BF16, True, True, "; Mamba-2: mamba-ssm", False),
-        (BF16, True, False, "; Mamba-2: plain PyTorch, since mamba-ssm is NOT INSTALLED", True),
+        (BF16, True, False, "; Mamba-2: plain PyTorch, since flash-linear-attention is NOT INSTALLED", True),
         (FP32, True, True, "; Mamba-2: plain PyTorch", False),
         (BF16, False, False, "; Mamba-2: plain PyTorch", False),
     ],
 )
-def test_nor_is_mamba_ssm(monkeypatch, dtype, on_gpu, installed, text, warns):
+def test_mamba_ssm_is_preferred(monkeypatch, dtype, on_gpu, installed, text, warns):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(mamba, "find_spec", lambda name: installed and name == "mamba_ssm")
+    monkeypatch.setattr(fla_kernels, "find_spec", lambda name: installed and name == "mamba_ssm")
     about = tiny.config("nemotron_h").to_dict() | {"time_step_limit": [0.0, 1.0]}
     kernels = choose_kernels(BuildOptions(moe_permute_fusion=False), family_of(about).describe(about), dtype)
     assert text in str(kernels)
     assert ("NOT INSTALLED" in str(kernels)) == warns
-    assert ["mamba-ssm" in line for line in kernels.warnings] == [True] * warns
+    assert ["this model's Mamba-2" in line for line in kernels.warnings] == [True] * warns
 
 
 def test_attention_to_selected_keys_is_named():
