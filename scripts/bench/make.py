@@ -11,6 +11,7 @@ import ast
 import json
 import os
 import random
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -205,14 +206,31 @@ def write_processor(folder: Path) -> None:
 
 
 def shapes(config: dict[str, Any]) -> dict[str, Shape]:
-    """Return the tensor shapes of Qwen3, Qwen3-MoE, Qwen3-VL and gpt-oss, by the names in their checkpoints."""
+    """Return the tensor shapes of a model by the names in its checkpoints."""
     if config["model_type"] == "gpt_oss":
         return gpt_oss_shapes(config)
+    if config["model_type"] not in ("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe"):
+        return saved_shapes(config)
     if "vision_config" not in config:
         return text_shapes(config)
     text = text_shapes(config["text_config"] | {"tie_word_embeddings": config["tie_word_embeddings"]})
     named = {name.replace("model.", "model.language_model.", 1): shape for name, shape in text.items()}
     return named | {f"model.visual.{name}": shape for name, shape in tower_shapes(config["vision_config"]).items()}
+
+
+def saved_shapes(config: dict[str, Any]) -> dict[str, Shape]:
+    """Return the shapes of the tensors that transformers saves, by the names in published checkpoints."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    tensors = revert_weight_conversion(model, model.state_dict())
+    names = {name: name for name in tensors}
+    if config["model_type"] == "kimi_linear":  # transformers saves the dense layer's MLP by the name of experts
+        names = {name: re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name) for name in tensors}
+    return {names[name]: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def tower_shapes(config: dict[str, Any]) -> dict[str, Shape]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+BF16_MOMENTS = "--use_precision_aware_optimizer true --exp_avg_dtype bf16 --exp_avg_sq_dtype bf16"
+
 
 @dataclass(frozen=True)
 class Rlhf:

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from configs import GPT_OSS_20B, QWEN3, QWEN3_235B, QWEN3_MOE, SIZES, TIED, TOWERS, qwen3_vl
-from row import Rlhf, Row
+from hybrids import HYBRIDS
+from row import BF16_MOMENTS, Rlhf, Row
 
 OVERLAP = "--overlap_grad_reduce true --overlap_param_gather true"
 RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
 RECOMPUTE_HALF = "--recompute_granularity full --recompute_method block --recompute_num_layers 6"
-BF16_MOMENTS = "--use_precision_aware_optimizer true --exp_avg_dtype bf16 --exp_avg_sq_dtype bf16"
 LORA = "--tuner_type lora --merge_lora false"
 
 QWEN3_SMALL = QWEN3 | SIZES["0.6b"] | TIED
@@ -469,7 +469,7 @@ ROWS = {
         pictures=(80, 160),
         layout=TRAINED,
     ),
-}
+} | HYBRIDS
 
 # Variants of megaswift: extra flags. BASELINES: a variant is compared with ours, ours and peer-flash with the peer.
 VARIANTS = {
