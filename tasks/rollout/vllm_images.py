@@ -9,9 +9,10 @@ import torch
 
 from ...bridge.checkpoint.hub import read_config
 from ...bridge.checkpoint.pretrained import load_tokenizer
+from ...bridge.families import family_of
 from ...bridge.families.thinker import THINKER, WHOLE
 from ...bridge.families.vlm_text import text_config
-from ...bridge.mapping.architecture import HfConfig
+from ...bridge.mapping.architecture import MIXERS, HfConfig
 from ...templates.formats.medium import MediaKind
 from ...templates.json_types import JsonObject
 from ...templates.media.families import FAMILIES
@@ -23,6 +24,17 @@ from ..options.rollout import VllmOptions
 from .engine import Request
 from .request_image import LARGEST
 from .vllm_audios import audio_data, hear
+
+# Mixers with which vLLM 0.26's build for CPUs fails (Mamba-2: it has no Triton) or gives other tokens than
+# transformers (tests/bridge/checkpoint/test_vllm_families.py).
+CPU_LACKS = {
+    "falcon_h1": {"attention_and_mamba"},
+    "granitemoehybrid": {"mamba"},
+    "nemotron_h": {"mamba"},
+    "minimax": {"lightning_attention"},
+    "lfm2": {"short_conv"},
+    "lfm2_moe": {"short_conv"},
+}
 
 
 def image_arguments(
@@ -134,6 +146,13 @@ def check_model(flag: str, config: HfConfig, *, has_images: bool = False, trusts
             f"{flag}: vLLM's build for CPUs has no latent attention, as {model_type} has. Use transformers, if it has "
             "the model, or a GPU."
         )
+    if model_type in CPU_LACKS and not torch.cuda.is_available():
+        lacking = CPU_LACKS[model_type] & {layer.mixer for layer in family_of(config).describe(config).layers}
+        if lacking:
+            raise ValueError(
+                f"{flag}: vLLM's build for CPUs does not compute {' and '.join(MIXERS[each] for each in lacking)}, as "
+                f"{model_type} has. Use transformers, or a GPU."
+            )
     if model_type == "kimi_vl" and not trusts_code:
         raise ValueError(
             f"{flag}: vLLM reads the images of {model_type} by the checkpoint's own code. Set --vllm_engine_kwargs "

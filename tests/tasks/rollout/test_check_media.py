@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 from megaswift.tasks.rollout import factory
+from megaswift.tasks.rollout.vllm_images import check_model
 from megaswift.templates.media.families import FAMILIES
+
+from tests import tiny
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,26 @@ def test_what_vllm_takes(monkeypatch: pytest.MonkeyPatch, model_type: str, has_v
                 factory.check_media(run, options)
         else:
             factory.check_media(run, options)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "noun"),
+    [
+        ("lfm2", {}, "short convolutions"),
+        ("minimax", {}, "lightning attention"),
+        ("falcon_h1", {}, "Mamba-2"),
+        ("granitemoehybrid", {}, "Mamba-2"),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 4}, None),
+    ],
+)
+def test_mixers_that_vllm_lacks_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], noun: str | None
+) -> None:
+    config = tiny.config(family, **changes).to_dict()
+    for on_gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        if noun is None or on_gpu:
+            check_model("--use_vllm true", config)
+        else:
+            with pytest.raises(ValueError, match=f"--use_vllm true: .* does not compute {noun}, as {family} has"):
+                check_model("--use_vllm true", config)
