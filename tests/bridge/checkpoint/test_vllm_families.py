@@ -38,6 +38,7 @@ DIFFERENT = ("lfm2", "lfm2_moe", "minimax")  # the build for CPUs gives other to
 # Sizes and keys of config.json that vLLM wants, and the hub's files have.
 CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_d_head": 32},
+    "granitemoehybrid attention": {"mamba_d_head": 32},
     "minimax": {"intermediate_size": 128},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
     "kimi_linear": {"linear_head_dim": 32},
