@@ -6,6 +6,7 @@ which exchanges positions for heads inside the layer: a rank then has whole docu
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .delta_rule import DeltaLayout
+from .fla_check import is_right
 from .fla_kernels import FlaKernels, fla_kernels, mixer_kernels
 from .linear import column_linear
 
@@ -133,9 +135,14 @@ class GroupedMixer(MegatronModule, ABC):
         """Norm the output and multiply it by its gate: both [sequence, rows, groups, heads, value dim]."""
 
     def _run(self, x: Tensor, *inputs: Any) -> Tensor:
-        """Return the output of `_run_fla` or of `_run_torch` for x [tokens, ...]: [tokens, ...]."""
+        """Return the output of `_run_fla` or of `_run_torch` for x [tokens, ...]: [tokens, ...].
+
+        The last input is the layout.
+        """
         if self._kernels(x) == "fla":
-            return self._run_fla(fla_kernels(), x, *inputs)
+            run = partial(self._run_fla, fla_kernels())
+            if is_right(type(self).__name__, run, self._run_torch, (x, *inputs[:-1]), inputs[-1]):
+                return run(x, *inputs)
         return self._recompute(self._run_torch, x, *inputs) if self.is_recomputed else self._run_torch(x, *inputs)
 
     def _kernels(self, x: Tensor) -> str:
