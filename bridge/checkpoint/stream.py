@@ -1,6 +1,7 @@
 """Stream of a megatron-core model's full Hugging Face tensors to every rank, for rollout engines.
 
-A rank gathers a bucket of tensors and broadcasts it, while all ranks consume the previous bucket.
+A rank gathers a bucket of tensors and broadcasts it, while all ranks consume the previous bucket. Of tensors that every
+rank has, each makes its own buckets.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,10 +33,10 @@ ALIGNMENT = 64  # bytes: alignment of tensors in a bucket
 
 
 class _Bucket(NamedTuple):
-    """Unit of transfer: the tensors `specs` by name, broadcast by global rank `root`."""
+    """Unit of transfer: the tensors `specs` by name, broadcast by global rank `root`; None: each rank has them."""
 
     order: tuple[int, int]  # index in the lists of `plan_jobs`; layer of experts that several ranks send
-    root: int
+    root: int | None
     specs: dict[str, TensorSpec]
     jobs: list[GatherJob]  # in which this rank takes part
     group: ProcessGroup | None  # ranks that gather it; None on other ranks
@@ -116,14 +117,16 @@ def _plan_buckets(
     local_buckets: list[tuple[int, tuple[int, ...], list[int], list[dict[str, TensorSpec]]]] = []
     experts_are_split = parallel_state.get_expert_model_parallel_world_size() > 1
     for kind, (jobs, group, replicas) in enumerate(job_lists):
-        if not jobs or replicas.rank() != 0:  # the first replica sends
+        is_everywhere = replicas.size() == dist.get_world_size()
+        if not jobs or (replicas.rank() != 0 and not is_everywhere):  # the first replica sends
             continue
         init_communicator(group)
-        ranks, is_shared = tuple(dist.get_process_group_ranks(group)), kind == EXPERTS and experts_are_split
+        ranks = () if is_everywhere else tuple(dist.get_process_group_ranks(group))
+        is_shared = kind == EXPERTS and experts_are_split
         layers = [list(jobs) for _, jobs in groupby(jobs, lambda job: job.layer)] if is_shared else [jobs]
         runs = [run for jobs in layers for run in batch_jobs(jobs, bucket_bytes)]
         local_runs[kind, ranks] = group, runs
-        if group.rank() == 0:
+        if group.rank() == replicas.rank() == 0:
             specs = [{name: spec for job in run for name, spec in job.specs.items()} for run in runs]
             local_buckets.append((kind, ranks, [(run[0].layer or 0) if is_shared else 0 for run in runs], specs))
     all_buckets: list[list] = [[]] * dist.get_world_size()
@@ -132,7 +135,8 @@ def _plan_buckets(
     for kind, ranks, layers, all_specs in (entry for rank_buckets in all_buckets for entry in rank_buckets):
         group, runs = local_runs.get((kind, ranks), (None, [[]] * len(all_specs)))
         for number, (layer, specs, run) in enumerate(zip(layers, all_specs, runs, strict=True)):
-            buckets.append(_Bucket((kind, layer), ranks[number % len(ranks)], specs, run, group))
+            root = ranks[number % len(ranks)] if ranks else None
+            buckets.append(_Bucket((kind, layer), root, specs, run, group))
     buckets.sort(key=lambda bucket: bucket.order)
     names_sent = sorted(name for bucket in buckets for name in bucket.specs)
     if names_sent != sorted(names):
@@ -155,19 +159,18 @@ def _stream_buckets(buckets: Iterable[_Bucket]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _send(bucket: _Bucket) -> _Sent:
-    """Start to broadcast a bucket to every rank, including this one."""
+    """Make a bucket, or start to broadcast it to every rank, including this one."""
     data = torch.empty(bucket.bytes, dtype=torch.uint8, device=runtime.device())
     if bucket.group is not None:
         offsets = dict(_offsets(bucket.specs))
-        writer = dist.get_group_rank(bucket.group, bucket.root)
+        writer = 0 if bucket.root is None else dist.get_group_rank(bucket.group, bucket.root)
         for job in bucket.jobs:
             for name, run in gather_job(job, bucket.group, writer):
                 dtype = bucket.specs[name].dtype
                 size = run.numel() * dtype.itemsize
                 data[offsets[name] : offsets[name] + size].view(dtype).view(run.shape).copy_(run)
                 offsets[name] += size
-    is_single = dist.get_world_size() == 1
-    work = None if is_single else dist.broadcast(data, src=bucket.root, async_op=True)
+    work = None if bucket.root is None else dist.broadcast(data, src=bucket.root, async_op=True)
     return _Sent(bucket.specs, data, work)
 
 

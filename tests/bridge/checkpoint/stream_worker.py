@@ -51,7 +51,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         expected = saved(model, config, source, Path(job["folder"]))
         found = dict(stream_adapter(model.chunks, config, model.lora, bucket_bytes=FEW))
         wrong += differences(found, tensors_of(Path(job["folder"]) / "adapter"), None)
-    with planted(job.get("planted")):
+    planted_fault = job.get("planted")
+    with planted(planted_fault), mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
         found = list(stream_weights(model.chunks, config, source, dtype=dtype, merge=lora, bucket_bytes=FEW))
     wrong += differences(dict(found), expected, dtype)
     wrong += ["a name came twice"] * (len(found) != len(dict(found)))
@@ -63,7 +64,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (wrong, [name for name, _ in found]))
     orders = {tuple(names) for _, names in everyone}
-    return {"wrong": [what for all_wrong, _ in everyone for what in all_wrong], "orders": len(orders)}
+    wrong = [what for all_wrong, _ in everyone for what in all_wrong]
+    return {"wrong": wrong, "orders": len(orders), "broadcasts": broadcast.call_count}
 
 
 def saved(model, config, source: Path, folder: Path) -> dict[str, torch.Tensor]:

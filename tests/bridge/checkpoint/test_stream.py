@@ -70,11 +70,16 @@ def one(models, tmp_path_factory) -> dict[str, dict]:
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_every_rank_gets_the_files_tensors(name, two):
-    assert two[name] == {"wrong": [], "orders": 1}
+    assert (two[name]["wrong"], two[name]["orders"]) == ([], 1)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_only_what_a_rank_lacks_is_broadcast(name, two):
+    assert (two[name]["broadcasts"] == 0) == ("DP2" in name or "CP2" in name)
 
 
 def test_one_process(one):
-    assert [found for found in one.values() if found != {"wrong": [], "orders": 1}] == []
+    assert [found for found in one.values() if found != {"wrong": [], "orders": 1, "broadcasts": 0}] == []
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in RIGHT])
