@@ -125,11 +125,17 @@ class ServerEngine:
                 post()
             if in_flight is not None:
                 self._result(in_flight[0])
+            self._call_all(server.loaded() for server in self._servers)
         finally:
+            self._loop.call_soon_threadsafe(self._drop_loading)
             if in_flight is not None:
                 free.append(in_flight[1])
             for buffer in (*free, memory):
                 buffer.close()
+
+    def _drop_loading(self) -> None:
+        for server in self._servers:
+            server.drop_loading()
 
     def _choose_transport(self) -> Transport:
         """Return the transport of buckets to the servers that are connected now."""

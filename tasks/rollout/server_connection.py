@@ -79,6 +79,7 @@ class ServerConnection:
         self.gpus: list[str] = []  # names of the server's GPUs
         self._store: tuple[str, int, int] | None = None  # of the weight group: host and port of its store, its size
         self._group: WeightGroup | None = None
+        self._loading: list[asyncio.Future] = []  # answers about buckets that were broadcast
         self._run_token, self._settings = run_token, settings
         # Expiry before the server's own limit, so that the server closes no connection in use.
         limits = httpx.Limits(keepalive_expiry=30)
@@ -164,7 +165,7 @@ class ServerConnection:
         await self._http.aclose()
 
     async def send(self, memory: SharedMemory | DeviceBuffer, bucket: BucketWriter, transport: Transport) -> None:
-        """Send a bucket. Returns once the server has loaded it."""
+        """Send a bucket. Returns once its memory may be overwritten; `loaded` waits for the server."""
         if isinstance(memory, DeviceBuffer):
             await self._broadcast(bucket)
             return
@@ -194,20 +195,36 @@ class ServerConnection:
         return None
 
     async def _broadcast(self, bucket: BucketWriter) -> None:
+        """Broadcast a bucket. Returns once it has arrived: the server loads it while the next one is filled."""
         flat = bucket.flat[: bucket.used]
-        received = asyncio.ensure_future(
-            self.call("/weights/bucket", entries=bucket.entries, place=None, bytes=bucket.used)
+        self._loading.append(
+            asyncio.ensure_future(self.call("/weights/bucket", entries=bucket.entries, place=None, bytes=bucket.used))
         )
         sent = asyncio.ensure_future(self._broadcast_flat(flat))
         try:
-            await asyncio.gather(received, sent)
+            while not sent.done():
+                done, _ = await asyncio.wait({sent, *self._loading}, return_when=asyncio.FIRST_COMPLETED)
+                for answer in done - {sent}:
+                    self._loading.remove(answer)
+                    answer.result()
+            await sent
         except BaseException:
-            received.cancel()
             sent.cancel()
+            self.drop_loading()
             if self._group is not None:
                 self._group.abort()  # otherwise `sent` would wait for unreachable GPUs
             self._group = None
             raise
+
+    async def loaded(self) -> None:
+        """Return once the server has loaded all buckets that it was sent."""
+        answers, self._loading = self._loading, []
+        await asyncio.gather(*answers)
+
+    def drop_loading(self) -> None:
+        """Do not wait for the server to load what it was sent."""
+        while self._loading:
+            self._loading.pop().cancel()
 
     async def _broadcast_flat(self, flat: Tensor) -> None:
         """Broadcast to the server's GPUs, which join the weight group with the first bucket."""

@@ -1,5 +1,6 @@
 """Rollout servers that go from run to run, and what breaks on the way: the next run or update finds them in order."""
 
+import asyncio
 import os
 import socket
 import time
@@ -76,6 +77,34 @@ def test_weights_go_from_group_to_group() -> None:
         assert listening(server._store.port) == ["0100007F"]  # 127.0.0.1
         client.update(ONE)
         assert drawn(client) == [-1.0]
+
+
+class Patient(Joined):
+    """Loads the first bucket only once it has received the second."""
+
+    count, has_two = 0, asyncio.Event()
+
+    async def load(self, bucket: Bucket) -> None:
+        assert self.joined is not None
+        memory = SharedMemory(bucket.bytes)
+        await self._apart(self.joined.broadcast, memory.flat)
+        self.count += 1
+        if self.count == 1:
+            await asyncio.wait_for(self.has_two.wait(), 60)
+        self.has_two.set()
+        await InProcessBackend.load(self, Bucket(bucket.entries, memory.handle))
+        memory.close()
+
+
+def test_a_bucket_is_loaded_while_the_next_one_travels() -> None:
+    sent = {str(number): torch.full((900,), float(number)) for number in range(5)}
+    with (
+        serving(backend=Patient) as (url, engine, _),
+        connected(url, transport="group", bucket_bytes=4096) as client,
+    ):
+        client.update(sent.items())
+        assert engine.weights.keys() == sent.keys()
+        assert all(torch.equal(engine.weights[name].view(-1), tensor) for name, tensor in sent.items())
 
 
 def test_an_error_while_weights_go_from_group_to_group() -> None:
