@@ -84,8 +84,10 @@ def _build_sharded_state(
     architecture: Architecture,
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     return {
-        str(key := next(iter(views))): _shard_tensor(chunk, tensor, views, entries[key], naming, architecture)
-        for chunk, tensor, views in params
+        str(key := next(iter(param.views))): _shard_tensor(
+            param.chunk, param.tensor, param.views, entries[key], naming, architecture
+        )
+        for param in params
     }
 
 

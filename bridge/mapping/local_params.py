@@ -37,6 +37,7 @@ class LocalParam(NamedTuple):
     chunk: GPTModel
     tensor: Tensor
     views: dict[ParamKey, Tensor]
+    name: str  # in the chunk
 
 
 def decoder_layers(chunk: GPTModel) -> list[TransformerLayer]:
@@ -57,7 +58,7 @@ def iter_params(chunks: Sequence[GPTModel], *, adapters: bool = False) -> Iterat
     for chunk in chunks:
         for name, tensor in _named_state(chunk):
             if (ADAPTER in name) == adapters:
-                yield LocalParam(chunk, tensor, dict(iter_views(chunk, name, tensor)))
+                yield LocalParam(chunk, tensor, dict(iter_views(chunk, name, tensor)), name)
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

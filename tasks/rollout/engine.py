@@ -1,12 +1,14 @@
 """Interfaces of rollout engines, which generate completions with log-probabilities and load new weights."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
+from ...bridge.checkpoint.strided_copy import WeightLayout
 from .request_audio import RequestAudio
 from .request_image import RequestImage
 from .request_video import RequestVideo
@@ -111,6 +113,21 @@ class Engine(CompletionEngine, Protocol):
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
         """Return `weight_sync.checksum` by Hugging Face name, of tensors that the engine does not shard or repack."""
+        ...
+
+
+@runtime_checkable
+class WritableEngine(Engine, Protocol):
+    """Engine whose tensors other code may write, once an update has shown their layout.
+
+    `layout`: None before the first update, and where only `update` can load weights: `layout_problem` says why.
+    """
+
+    layout: WeightLayout | None
+    layout_problem: str | None
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Let the tensors of `layout` be written within the context."""
         ...
 
 

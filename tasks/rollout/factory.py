@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ...bridge.checkpoint.direct_weights import DirectWeights
 from ...bridge.checkpoint.hub import get_vocab_size
 from ...bridge.checkpoint.rope_scaling import scaled_folder
 from ...bridge.checkpoint.stream import stream_adapter, stream_weights
@@ -22,14 +23,15 @@ from ..train.step import TrainState
 from .addresses import address_flags, server_urls
 from .client import ServerEngine
 from .compatibility import turn_flags
-from .engine import Completion, Engine, Request, Sampling
+from .direct_sync import DirectSync
+from .engine import Completion, Engine, Request, Sampling, WritableEngine
 from .engine_group import EngineGroup
 from .lora_support import unsupported_by_vllm
 from .memory_budget import plan_engine_memory
 from .server_connection import ClientSettings, WeightsLost
 from .transformers_engine import TransformersEngine
 from .vllm_images import check_model, takes_videos
-from .weight_sync import BaseWeightsCheck, SyncStats, scaled, sync
+from .weight_sync import BaseWeightsCheck, SyncStats, scaled, sync, sync_direct
 
 
 def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: bool = False) -> "ModelRollout":
@@ -213,6 +215,7 @@ class ModelRollout(EngineGroup[Engine]):
         self._keeps_tower = not (frees_weights or (model.vision is not None and model.vision.trains))
         self._offload: TrainerOffload | None = None
         self._training: TrainState | None = None
+        self._direct = DirectSync(engine)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -269,16 +272,27 @@ class ModelRollout(EngineGroup[Engine]):
                 self._is_base_verified = self._has_tower = False
 
     def _send(self, engine: Engine | None, *, merge: bool = False, adapter: Lora | None = None) -> SyncStats:
-        run, chunks = self.run, self.model.chunks
-        if adapter is None and self._needs_tower and not self._has_tower:
-            chunks = self.model.parts
+        run, seed = self.run, self.syncs
         if adapter is None:
-            weights = stream_weights(chunks, run.hf_config, run.model_folder, dtype=run.dtype, merge=merge)
+            stats = self._send_weights(engine, merge)
         else:
-            weights = scaled(stream_adapter(chunks, run.hf_config, adapter), adapter.settings.scaling, run.dtype)
-        stats = sync(engine, weights, dtype=run.dtype, seed=self.syncs)
+            weights = stream_adapter(self.model.chunks, run.hf_config, adapter)
+            weights = scaled(weights, adapter.settings.scaling, run.dtype)
+            stats = sync(engine, weights, dtype=run.dtype, seed=seed)
         self._has_tower = self._keeps_tower
         return stats
+
+    def _send_weights(self, engine: Engine | None, merge: bool) -> SyncStats:
+        run, has_towers = self.run, self._needs_tower and not self._has_tower
+        arguments = self.model.parts if has_towers else self.model.chunks, run.hf_config, run.model_folder
+        settings = {"dtype": run.dtype, "merge": merge}
+        if isinstance(engine, WritableEngine):
+            plan = self._direct.plan(
+                lambda layout: DirectWeights(*arguments, layout, **settings), has_towers=has_towers
+            )
+            if plan is not None:
+                return sync_direct(engine, plan, seed=self.syncs)
+        return sync(engine, stream_weights(*arguments, **settings), dtype=run.dtype, seed=self.syncs)
 
     def _verify_base_weights(self) -> None:
         """Check that an engine has loaded the adapter's base weights, which it reads by itself."""

@@ -40,7 +40,7 @@ def load_adapter(model: VllmObject, tensors: Mapping[str, Tensor]) -> None:
         PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # a scaling of 1
         device="cpu",  # vLLM copies the tensors from there to its layers
         dtype=manager.lora_config.lora_dtype,
-        weights_mapper=_names_mapper(model),
+        weights_mapper=names_mapper(model),
     )
     supported = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
     if unsupported := sorted(adapter.loras.keys() - supported):
@@ -63,7 +63,7 @@ def unsharded_adapter_tensors(model: VllmObject, names: Sequence[str]) -> Iterat
     slot, adapter = manager.lora_index_to_id.index(ID), manager.get_adapter(ID)
     fused_part = {part: (fused, i) for fused, parts in manager.packed_modules.items() for i, part in enumerate(parts)}
     for name in names:
-        module_name, is_a = parse_fine_tuned_lora_name(name, _names_mapper(model))
+        module_name, is_a = parse_fine_tuned_lora_name(name, names_mapper(model))
         fused, i = fused_part.get(module_name, (module_name, 0))
         if fused not in adapter.loras:
             continue
@@ -79,7 +79,8 @@ def unsharded_adapter_tensors(model: VllmObject, names: Sequence[str]) -> Iterat
             yield name, tensor
 
 
-def _names_mapper(model: VllmObject) -> VllmObject:
+def names_mapper(model: VllmObject) -> VllmObject:
     """Return vLLM's mapper from Hugging Face names to its own, without fusing of projections."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    return mapper and mapper.get_unstacked_mapper()
+    mapper: VllmObject = getattr(model, "hf_to_vllm_mapper", None)
+    # Before it had this method, vLLM's mapper did not fuse.
+    return mapper.get_unstacked_mapper() if hasattr(mapper, "get_unstacked_mapper") else mapper

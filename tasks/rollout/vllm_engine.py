@@ -22,6 +22,7 @@ from torch import Tensor
 from ...bridge import runtime
 from ...bridge.checkpoint.hub import read_config
 from ...bridge.checkpoint.pretrained import load_tokenizer
+from ...bridge.checkpoint.strided_copy import WeightLayout
 from ...bridge.families import family_of
 from ...bridge.lora.adapter_mapping import PREFIX as ADAPTER_PREFIX  # prefix of adapter tensor names
 from ...templates.json_types import JsonObject
@@ -30,7 +31,14 @@ from ..system.memory import set_unmapped
 from .engine import Completion, Request, Sampling
 from .eos import eos_token_ids
 from .lora_support import lora_rank_bucket
-from .vllm_adapter import VllmObject, has_adapters, load_adapter, lora_request, unsharded_adapter_tensors
+from .vllm_adapter import (
+    VllmObject,
+    has_adapters,
+    load_adapter,
+    lora_request,
+    names_mapper,
+    unsharded_adapter_tensors,
+)
 from .vllm_images import PromptWriter, image_arguments
 from .vllm_kwargs import engine_kwargs, set_cpu_defaults
 from .weight_sync import checksum
@@ -121,6 +129,8 @@ class VllmEngine:
         (self._scale,) = self.llm.apply_model(scale_of)
         self._temperature = 1.0
         self._asleep: set[str] = set()
+        self.layout: WeightLayout | None = None
+        self.layout_problem: str | None = None
         self._has_adapter, self._to_prompt = bool(adapter_rank), PromptWriter(Path(folder))
         self.eos_ids = eos_token_ids(folder, load_tokenizer(Path(folder)))
 
@@ -146,8 +156,32 @@ class VllmEngine:
         if self._has_adapter:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
             self.llm.apply_model(lambda model: load_adapter(model, tensors))
+        elif self.layout is None and self.layout_problem is None:
+            self._trace(weights)
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._reset_caches()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let the tensors of `layout` be written within the context. If asleep, wake the weights only."""
+        if WEIGHTS in self._asleep:
+            self._wake(WEIGHTS)
+        yield
+        self._reset_caches()
+
+    def _trace(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load weights, and set `layout` or `layout_problem`."""
+        from .vllm_layout import LayoutError, LoaderTrace
+
+        with LoaderTrace(self.llm.apply_model(lambda model: model)[0]) as trace:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": trace.watch(weights)})
+        try:
+            self.layout = trace.layout()
+        except LayoutError as error:
+            self.layout_problem = str(error)
+
+    def _reset_caches(self) -> None:
         self.llm.llm_engine.reset_encoder_cache()  # features of images by an earlier tower
         self.llm.reset_prefix_cache()
 
@@ -170,6 +204,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Free the engine but not the process groups: vLLM's shutdown would destroy those of the trainer."""
+        self.layout = None  # has the weights
         if self._asleep:  # freeing would unmap its memory twice ("CUDA Error: invalid argument")
             _CLOSED_ASLEEP.append(self.llm)
             return
@@ -296,7 +331,7 @@ def unsharded_tensors(model: VllmObject, names: Sequence[str]) -> Iterator[tuple
         names = [name for name in names if not name.startswith(ADAPTER_PREFIX)]
     parameters = {name.replace(BASE_LAYER, "."): tensor for name, tensor in model.named_parameters()}
     modules = {f"{name}.".replace(BASE_LAYER, ".")[:-1]: module for name, module in model.named_modules()}
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapper = names_mapper(model)
     for checkpoint_name in names:
         name = (mapper._map_name(checkpoint_name) if mapper else checkpoint_name) or checkpoint_name
         module, _, leaf = name.rpartition(".")

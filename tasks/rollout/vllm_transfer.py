@@ -4,10 +4,12 @@ vLLM imports this module in each worker, as the worker's extension, before it cr
 the engine.
 """
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +26,17 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
+from ...bridge.checkpoint.strided_copy import LayoutWriter, WeightLayout
 from ...templates.json_types import Json, JsonObject
 from .process_group import WeightGroup, gpu_name
 from .vllm_adapter import VllmObject, has_adapters, load_adapter
 from .vllm_engine import monolithic_moe_kernel, quiet_vllm, scale_of, set_scale, unsharded_tensors
+from .vllm_layout import LayoutError, LoaderTrace
 from .weight_buckets import MemoryHandle, attach, parse_entry, unpack_tensors
 from .weight_sync import checksum
 
 NAME = "megaswift"
+log = logging.getLogger(__name__)
 EXTENSION = f"{__name__}.WorkerExtension"
 SERVER = "MEGASWIFT_ROLLOUT_SERVER"  # environment variable: pid of the server; workers exit when the server ends
 
@@ -65,6 +70,10 @@ class BucketTransferEngine(WeightTransferEngine):
         super().__init__(*arguments)
         self._group: WeightGroup | None = None
         self._adapter: dict[str, Tensor] = {}  # adapter tensors received in this update
+        self._layout: WeightLayout | None = None  # once an update has shown it
+        self._is_traceable = True
+        self._writer: LayoutWriter | None = None  # of this update
+        self._trace: LoaderTrace | None = None  # likewise
         quiet_vllm()
         if server := os.environ.get(SERVER):
             exit_with(int(server))
@@ -75,21 +84,29 @@ class BucketTransferEngine(WeightTransferEngine):
         self._group = WeightGroup(init_info.host, init_info.port, rank, init_info.size, self.device)
 
     def start_weight_update(self) -> None:
-        self._adapter = {}
-        if not has_adapters(self.model):
-            initialize_layerwise_reload(self.model)
+        self._adapter, self._writer, self._trace = {}, None, None
+        if has_adapters(self.model):
+            return
+        if self._layout is not None:
+            self._writer = LayoutWriter(self._layout)
+            return
+        if self._is_traceable:
+            self._trace = LoaderTrace(self.model)
+        initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
         if has_adapters(self.model):
             tensors, self._adapter = self._adapter, {}
             load_adapter(self.model, tensors)
-        else:
-            finalize_layerwise_reload(self.model, self.model_config)
+        elif self._writer is None:
+            with self._trace or nullcontext():
+                finalize_layerwise_reload(self.model, self.model_config)
+            self._set_layout()
 
     def abort_update(self) -> None:
         """Abort an update. Each layer drops the tensors that it has collected."""
         self._adapter = {}
-        if not has_adapters(self.model):
+        if self._writer is None and not has_adapters(self.model):
             finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: JsonObject) -> None:
@@ -99,10 +116,29 @@ class BucketTransferEngine(WeightTransferEngine):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
+        tensors = self._tensors(update_info)
         if has_adapters(self.model):
-            self._adapter.update(self._tensors(update_info))
+            self._adapter.update(tensors)
+        elif self._writer is not None:
+            if missing := self._writer.load(tensors):  # of a tower that earlier updates did not have
+                self.model.load_weights(missing)
+        elif self._trace is not None:
+            with self._trace:
+                self.model.load_weights(self._trace.watch(tensors))
         else:
-            self.model.load_weights(self._tensors(update_info))
+            self.model.load_weights(tensors)
+
+    def _set_layout(self) -> None:
+        """Keep the layout that the update has shown: the next ones are plain copies."""
+        if self._trace is None:
+            return
+        try:
+            self._layout = self._trace.layout()
+        except LayoutError as error:
+            self._is_traceable = False
+            if self.device.type != "cpu":  # kernels for CPUs always repack
+                log.warning("Weights are updated by vLLM's loaders, which takes several times as long: %s.", error)
+        self._trace = None
 
     def _tensors(self, bucket: BucketInfo) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a bucket as copies that vLLM may keep until a layer is complete."""
@@ -115,7 +151,7 @@ class BucketTransferEngine(WeightTransferEngine):
             return
         flat = attach(MemoryHandle(*bucket.handle))[bucket.start :]
         for name, tensor in unpack_tensors(flat, entries):
-            yield name, tensor.to(self.device, copy=True)
+            yield name, tensor if self._writer is not None else tensor.to(self.device, copy=True)
 
     def shutdown(self) -> None:
         self._group = None

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ...bridge import runtime
+from ...bridge.checkpoint.direct_weights import DirectWeights
+from ...bridge.checkpoint.strided_copy import LayoutWriter
 from ..distributed.collectives import all_gather_objects
-from .engine import Engine
+from .engine import Engine, WritableEngine
 from .server_connection import WeightsLost
 
 NUMBER = re.compile(r"\d+")
@@ -94,12 +96,62 @@ def sync(
     for _ in sample:  # drain: every rank takes part in the stream to its end
         pass
     runtime.synchronize()
+    _raise_failures(failure)
+    return SyncStats(time.perf_counter() - started, sample.bytes if engine is not None else 0, compared)
+
+
+@torch.no_grad()
+def sync_direct(engine: WritableEngine, weights: DirectWeights, *, compare: int = 1, seed: int = 0) -> SyncStats:
+    """Copy weights into the tensors of this rank's engine. Arguments and errors are those of `sync`.
+
+    Of the engine's tensors whose names differ only in numbers, `compare` are compared with their sources by digests.
+    """
+    started, failure, digests = time.perf_counter(), None, list[tuple[str, Tensor, Tensor]]()
+    sources = weights.sources()
+    try:
+        layout = engine.layout
+        assert layout is not None
+        chosen = _choose(weights.targets, compare, random.Random(seed))
+        with engine.writing():
+            writer = LayoutWriter(layout)
+            for source, copies in sources:
+                for name, copy in copies:
+                    block, target = writer.copy(source, name, copy)
+                    if name in chosen:
+                        digests.append((name, digest(block.to(target.dtype)), digest(target)))
+        _compare_digests(digests)
+    except Exception as error:  # of any kind, since the other ranks wait for this one
+        failure = False, f"{type(error).__name__}: {error}"
+    for _ in sources:
+        pass
+    runtime.synchronize()
+    _raise_failures(failure)
+    return SyncStats(time.perf_counter() - started, weights.bytes, len({name for name, *_ in digests}))
+
+
+def _choose(names: Iterable[str], size: int, generator: random.Random) -> set[str]:
+    """Choose `size` of the names that differ only in numbers, for each kind of name."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(NUMBER.sub("#", name), []).append(name)
+    return {name for kind in kinds.values() for name in generator.sample(kind, min(size, len(kind)))}
+
+
+def _compare_digests(digests: list[tuple[str, Tensor, Tensor]]) -> None:
+    """Raise RuntimeError where the digests of a source and of the engine's tensor differ. Waits for the device once."""
+    names, sent, stored = zip(*digests, strict=True)
+    for name, differs in zip(names, (torch.stack(sent) != torch.stack(stored)).tolist(), strict=True):
+        if differs:
+            raise RuntimeError(f"{name} is not what was sent. It would generate by another model")
+
+
+def _raise_failures(failure: tuple[bool, str] | None) -> None:
+    """Raise the failures of all ranks on every rank. failure: of this rank, and whether a server has lost weights."""
     for rank, failed in enumerate(all_gather_objects(failure)):
         if failed is not None:
             is_lost, problem = failed
             error_class = WeightsLost if is_lost else RuntimeError
             raise error_class(f"the rollout engine of rank {rank} did not load the weights: {problem}")
-    return SyncStats(time.perf_counter() - started, sample.bytes if engine is not None else 0, compared)
 
 
 def scaled(adapter: Iterable[tuple[str, Tensor]], scaling: float, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

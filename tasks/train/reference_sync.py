@@ -49,9 +49,9 @@ class ReferenceSync:
 
 
 def _parameters(model: Model) -> Iterator[tuple[ParamKey, Tensor]]:
-    for _, tensor, views in iter_params(model.parts):
-        if isinstance(tensor, nn.Parameter):  # not buffers, which expert load balancing updates
-            yield from views.items()
+    for param in iter_params(model.parts):
+        if isinstance(param.tensor, nn.Parameter):  # not buffers, which expert load balancing updates
+            yield from param.views.items()
 
 
 def _check_same_shapes(model: Model, reference: Model) -> None:

@@ -1,4 +1,4 @@
-"""What stream_weights and stream_adapter give in many layouts: one launch for all.
+"""What stream_weights, stream_adapter and DirectWeights give in many layouts: one launch for all.
 
     torchrun --nproc-per-node 2 -m tests.bridge.checkpoint.stream_worker jobs.json results.json
 
@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from megaswift.bridge.checkpoint import save, stream
 from megaswift.bridge.checkpoint.adapter_files import save_adapter
+from megaswift.bridge.checkpoint.direct_weights import DirectWeights
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.checkpoint.stream import stream_adapter, stream_weights
+from megaswift.bridge.checkpoint.strided_copy import StridedCopy, WeightLayout
 from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.mapping.local_params import collect_params
@@ -55,6 +57,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     with planted(planted_fault), mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
         found = list(stream_weights(model.chunks, config, source, dtype=dtype, merge=lora, bucket_bytes=FEW))
     wrong += differences(dict(found), expected, dtype)
+    wrong += (
+        differences(direct(model, config, source, dtype, dict(found)), dict(found), None) if not planted_fault else []
+    )
     wrong += ["a name came twice"] * (len(found) != len(dict(found)))
     layers = [name.split(".")[2] for name, _ in found if ".experts." in name]
     arrivals = [layer for layer, _ in groupby(layers)]
@@ -66,6 +71,38 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     orders = {tuple(names) for _, names in everyone}
     wrong = [what for all_wrong, _ in everyone for what in all_wrong]
     return {"wrong": wrong, "orders": len(orders), "broadcasts": broadcast.call_count}
+
+
+def direct(
+    model, config, source: Path, dtype: torch.dtype, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that are copied directly to an engine of two halves, which differ between ranks.
+
+    Each half has the rows, or on the last rank the columns, of all tensors with a dimension.
+    """
+    dim = -1 if dist.get_rank() == dist.get_world_size() - 1 else 0
+    halves: dict[str, list[torch.Tensor]] = {}
+    copies: dict[str, list[tuple[str, StridedCopy]]] = {}
+    targets: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = tensor.chunk(2, dim) if tensor.dim() else (tensor,)
+        halves[name] = [torch.full_like(part, torch.nan).contiguous() for part in parts]
+        for number, (part, half) in enumerate(zip(parts, halves[name], strict=True)):
+            offset = part.storage_offset() - tensor.storage_offset()
+            copy = StridedCopy(tuple(part.shape), offset, part.stride(), 0, half.stride())
+            targets[f"{name} {number}"] = half
+            copies.setdefault(name, []).append((f"{name} {number}", copy))
+    layout = WeightLayout(targets, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, copies)
+    weights = DirectWeights(
+        model.chunks, config, source, layout, dtype=dtype, merge=model.lora is not None, bucket_bytes=FEW
+    )
+    for _ in range(2):  # the plan serves each sync
+        for target in targets.values():
+            target.fill_(torch.nan)
+        for from_source, blocks in weights.sources():
+            for name, copy in blocks:
+                copy.target_view(targets[name]).copy_(copy.source_view(from_source))
+    return {name: torch.cat(parts, dim) if tensors[name].dim() else parts[0] for name, parts in halves.items()}
 
 
 def saved(model, config, source: Path, folder: Path) -> dict[str, torch.Tensor]:

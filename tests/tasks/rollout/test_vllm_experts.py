@@ -47,6 +47,19 @@ def watched(model):
 
 if "says" in sys.argv[1]:
     vllm_engine.monolithic_moe_kernel = watched
+if "direct" in sys.argv[1]:  # vLLM computes with its parameters, as on a GPU: they can be copied to
+    sys.path.append(ROOT)
+    from megaswift.tasks.rollout import factory
+    from tests.tasks.rollout.direct_worker import use_parameters
+
+    sync_direct = factory.sync_direct
+
+    def sync_and_tell(*arguments, **settings):
+        print("copied directly")
+        return sync_direct(*arguments, **settings)
+
+    use_parameters()
+    factory.sync_direct = sync_and_tell
 if __name__ == "__main__":
     sys.exit(main("megatron", sys.argv[2:]))
 """
@@ -57,17 +70,19 @@ def place(tmp_path_factory) -> Place:
     made = Place(tmp_path_factory.mktemp("vllm"))
     for family in ("qwen3", "qwen3_moe"):
         made.model(f"{family}_wide", family, **SHAPE)
-    (made.folder / "script.py").write_text(SAYING)
+    (made.folder / "script.py").write_text(f"ROOT = {str(prepared.ROOT)!r}\n{SAYING}")
     return made
 
 
-def run(place: Place, words: str, *, says: bool = False) -> tuple[int, str, list[dict[str, Any]]]:
-    """Exit code, what was printed, and the log's steps."""
+def run(place: Place, words: str, *, how: str = "plain") -> tuple[int, str, list[dict[str, Any]]]:
+    """Exit code, what was printed, and the log's steps. how: "says" or "direct", as the script reads it."""
     common = COMMON.replace("--use_vllm false", "--use_vllm true --vllm_max_model_len 128 --vllm_max_num_seqs 8")
+    if "--steps_per_generation" in words:
+        common = common.replace("--steps_per_generation 3", "")
     output = f"run-{len(list(place.folder.iterdir()))}"
     line = f"{common} --micro_batch_size 2 --reward_funcs waves {words} --output_dir {output} --add_version false"
     done = subprocess.run(
-        [PYTHON, "script.py", "says" if says else "plain", "rlhf", "--rlhf_type", "grpo", *line.split()],
+        [PYTHON, "script.py", how, "rlhf", "--rlhf_type", "grpo", *line.split()],
         cwd=place.folder,
         env=os.environ | prepared.ON_CPU | {"HF_HOME": str(place.folder / "cache"), "COLUMNS": "200"},
         capture_output=True,
@@ -89,11 +104,22 @@ def run(place: Place, words: str, *, says: bool = False) -> tuple[int, str, list
 )
 def test_engine_and_trainer_agree(words: str, says: bool, place: Place) -> None:
     """On the log-probabilities of what was drawn, by the weights that drew it; R3: by the experts that vLLM says."""
-    code, printed, steps = run(place, words, says=says)
+    code, printed, steps = run(place, words, how="says" if says else "plain")
     assert code == 0, printed[-6000:]
     assert len(steps) == 3
     for row in steps:
         assert 0 < row["sampling/sampling_logp_difference/mean"] <= row["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+@pytest.mark.parametrize("words", ["--model qwen3_wide", "--model qwen3_moe_wide --tuner_type lora --lora_rank 3"])
+def test_engine_and_trainer_agree_after_direct_copies(words: str, place: Place) -> None:
+    """Each step's completions are by new weights: the first by vLLM's loaders, the others by copies."""
+    code, printed, steps = run(place, f"{words} --steps_per_generation 1", how="direct")
+    assert code == 0, printed[-6000:]
+    assert printed.count("copied directly") == len(steps) - 1 == 2
+    for row in steps:
+        assert 0 < row["sampling/sampling_logp_difference/mean"] <= row["sampling/sampling_logp_difference/max"] < 1e-4
+        assert row["weight_sync/gb_per_s"] > 0
 
 
 def test_a_kernel_that_does_not_say_its_experts(place: Place) -> None:
