@@ -4,7 +4,7 @@
 memory; grouped matrix products would use tiles that are mostly empty.
 """
 # Calls of kernels:
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -50,7 +50,7 @@ def factor_gradients(x: Tensor, low_rank: Tensor, ends: Tensor) -> Tensor:
 
 def _grid(x: Tensor, ends: Tensor) -> tuple[int]:
     """Return a grid with a program for each tile of an expert's rows, of which the host knows only a bound."""
-    return (triton.cdiv(len(x), ROWS) + len(ends),)
+    return (-(-len(x) // ROWS) + len(ends),)
 
 
 def _sizes(x: Tensor, factors: Tensor) -> tuple[int, ...]:
@@ -60,13 +60,13 @@ def _sizes(x: Tensor, factors: Tensor) -> tuple[int, ...]:
 
 def _tiles(factors: Tensor) -> dict[str, int]:
     experts, rank, _ = factors.shape
-    padded = triton.next_power_of_2(experts)
+    padded = 1 << (experts - 1).bit_length()
     return {"EXPERTS": padded, "ROWS": ROWS, "COLUMNS": COLUMNS, "RANK": padded_rank(rank), "num_warps": WARPS}
 
 
 def padded_rank(rank: int) -> int:
     """Return the rank of a kernel's tiles."""
-    return max(16, triton.next_power_of_2(rank))
+    return max(16, 1 << (rank - 1).bit_length())
 
 
 @triton.jit

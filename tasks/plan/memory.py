@@ -198,8 +198,10 @@ def _memory_of_stage(
         activations += max(tokens * in_backward - logits, 0)
     activations += tokens * _ring_bytes(work, layout, layers)
     if work.tower:
-        visual_tokens = layout.micro_batch * work.length * image_share
-        kept, recomputed = work.tower.bytes_of_micro_batches(layout, visual_tokens, micro_batches, kept_patches)
+        pack = layout.micro_batch * work.length
+        kept, recomputed = work.tower.bytes_of_micro_batches(
+            layout, pack * image_share, pack * work.tower.image_share, micro_batches, kept_patches
+        )
         # A tower is recomputed after the language model's backward passes.
         activations = kept + max(activations, recomputed)
         dense += work.parameters.tower.total + work.parameters.mergers.total

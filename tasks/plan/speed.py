@@ -30,10 +30,13 @@ PCIE, SHARED_PCIE = 48e9, 34e9
 OVERLAP = 0.83  # share of the gradients' exchange that is hidden behind the backward pass
 FP8_SPEEDUP = 1.9  # speed of products, relative to bf16
 QUANTIZATION = 6.5e-12  # seconds to quantize a value of their inputs and outputs, both passes
-LORA_OVERHEAD, LORA_EXPERTS = 1.33, 2.1  # adapters add small products, above all those of each expert
+LORA_OVERHEAD, LORA_EXPERTS = 1.2, 2.1  # adapters add small products, above all those of each expert
 # Seconds in which the host launches a layer's kernels of both passes, and one collective of tensor parallelism. By
 # Qwen3-VL-4B with TP2 and micro batches of one pack, on hosts of which one is a quarter faster (docs/results.md).
 HOST_LAYER, HOST_EXCHANGE = 3.5e-3, 0.25e-3
+# The first for experts with adapters on several ranks: the host waits for the rows' number, and then launches many
+# small kernels. By Qwen3-30B-A3B with EP2.
+HOST_ADAPTED_EXPERTS = 12.5e-3
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def _stage_times(work: Workload, layout: GpuLayout, machine: Machine) -> list[tu
         if len(stages) == layout.pipeline - 1:
             seconds += _output_seconds(work, layout, flops, machine, 1 - image_share)
         exchanges = part * exchange + sending
-        wait = max(_host_seconds(layout, len(layers), recomputed) - seconds - exchanges, 0.0)
+        wait = max(_host_seconds(work, layout, len(layers), recomputed) - seconds - exchanges, 0.0)
         stages.append((seconds + tower, exchanges, wait))
     return stages
 
@@ -156,10 +159,12 @@ def _traffic(work: Workload, layout: GpuLayout, layers: range, recomputed: float
     return moved + (1 + recomputed / 3) * ROUTED_PASSES * BYTES * routed * values
 
 
-def _host_seconds(layout: GpuLayout, layers: int, recomputed: float) -> float:
+def _host_seconds(work: Workload, layout: GpuLayout, layers: int, recomputed: float) -> float:
     """Return the seconds in which the host launches a stage's kernels for a micro batch. No GPU is faster."""
     exchanges = _exchanges(layout) if layout.tensor > 1 else 0
-    return layers * ((1 + recomputed / 3) * HOST_LAYER + exchanges * HOST_EXCHANGE)
+    has_adapted_experts = work.lora_rank is not None and layout.expert > 1 and not work.has_frozen_experts
+    layer = HOST_ADAPTED_EXPERTS if has_adapted_experts else HOST_LAYER
+    return layers * ((1 + recomputed / 3) * layer + exchanges * HOST_EXCHANGE)
 
 
 def _output_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Machine, text_share: float) -> float:

@@ -17,7 +17,8 @@ BYTES = 2  # size of a bf16 value
 IMAGE_SHARE = 0.5  # assumed for packs, where the data is not known
 IMAGE_TOKENS = 600  # mean tokens per image
 # Share of visual tokens in the micro batch with most of them, relative to the mean, and 2 - SPREAD in that with fewest.
-# Packs of chats with images of 256 to 1,024 tokens (docs/results.md).
+# The sum of some micro batches varies less, by the root of their number. Packs of chats with images of 256 to 1,024
+# tokens (docs/results.md).
 SPREAD = 1.35
 # Share of the peak that the tower reaches in its forward pass, and in training.
 FORWARD_RATE, TRAINING_RATE = 0.41, 0.32
@@ -69,15 +70,18 @@ class TowerWork:
         return self._input_bytes + self._saved_bytes + features
 
     def bytes_of_micro_batches(
-        self, layout: GpuLayout, visual_tokens: float, micro_batches: int, kept_patches: int
+        self, layout: GpuLayout, visual_tokens: float, mean_tokens: float, micro_batches: int, kept_patches: int
     ) -> tuple[float, float]:
         """Return the bytes that a rank keeps of the images of its micro batches, and those that are recomputed.
 
-        visual_tokens: of a micro batch, of all ranks that divide it; micro_batches: of a step; kept_patches: of a rank,
-        as of VisionEncoder
+        visual_tokens: of a micro batch, of all ranks that divide it, and mean_tokens, their mean; micro_batches: of a
+        step; kept_patches: of a rank, as of VisionEncoder
         """
         patches, square = self._patches(layout, visual_tokens), self.vision.merge_size**2
         encoded = self._encoded(layout, patches, micro_batches, kept_patches)
+        if visual_tokens > mean_tokens:
+            visual_tokens = mean_tokens + (visual_tokens - mean_tokens) / math.sqrt(encoded)
+            patches = self._patches(layout, visual_tokens)
         # Features are on each rank that has their tokens, with gradients if the tower is trained.
         tokens = visual_tokens / layout.context
         if not self.trains and layout.pipeline == 1:
