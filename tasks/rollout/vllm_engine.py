@@ -39,6 +39,7 @@ from .vllm_adapter import (
     names_mapper,
     unsharded_adapter_tensors,
 )
+from .vllm_heads import repack_heads
 from .vllm_images import PromptWriter, image_arguments
 from .vllm_kwargs import engine_kwargs, set_cpu_defaults
 from .weight_sync import checksum
@@ -160,6 +161,7 @@ class VllmEngine:
             self._trace(weights)
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.llm.apply_model(repack_heads)
         self._reset_caches()
 
     @contextlib.contextmanager

@@ -31,6 +31,7 @@ from ...templates.json_types import Json, JsonObject
 from .process_group import WeightGroup, gpu_name
 from .vllm_adapter import VllmObject, has_adapters, load_adapter
 from .vllm_engine import monolithic_moe_kernel, quiet_vllm, scale_of, set_scale, unsharded_tensors
+from .vllm_heads import repack_heads
 from .vllm_layout import LayoutError, LoaderTrace
 from .weight_buckets import MemoryHandle, attach, parse_entry, unpack_tensors
 from .weight_sync import checksum
@@ -101,6 +102,7 @@ class BucketTransferEngine(WeightTransferEngine):
         elif self._writer is None:
             with self._trace or nullcontext():
                 finalize_layerwise_reload(self.model, self.model_config)
+            repack_heads(self.model)
             self._set_layout()
 
     def abort_update(self) -> None:
