@@ -31,7 +31,7 @@ class _Piece(NamedTuple):
     keys: tuple[ParamKey, ...]
     shard: int  # index of the shard
     shards: int
-    shape: tuple[int, ...]  # of one expert, if stacked
+    shape: tuple[int, ...]  # one expert's, if stacked
     dtype: torch.dtype  # in which engines get it
 
     @property
@@ -48,7 +48,7 @@ class _Local(NamedTuple):
 
     module: nn.Module
     leaf: str
-    merges: tuple[Callable[[Tensor], Tensor] | None, ...]  # of each stacked expert
+    merges: tuple[Callable[[Tensor], Tensor] | None, ...]  # one for each stacked expert
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Return the tensor's values in `dtype`, flat: itself, or a copy."""
@@ -129,8 +129,8 @@ class DirectWeights:
             )
         ]
         self.transfers = len(self._buckets)  # broadcasts of a sync
-        self.copies = sum(map(len, copies.values()))  # of a sync, on this rank
-        self.bytes = sum(piece.numel * piece.dtype.itemsize for piece in holders)  # of the model
+        self.copies = sum(map(len, copies.values()))  # this rank's, in a sync
+        self.bytes = sum(piece.numel * piece.dtype.itemsize for piece in holders)  # the model's
         self.targets = sorted({name for piece_copies in copies.values() for name, _ in piece_copies})
 
     def sources(self) -> Iterator[CopySource]:

@@ -130,7 +130,7 @@ class StoredShard(NamedTuple):
     """Shard of a megatron-core tensor in a flat buffer."""
 
     entry: MappingEntry
-    spans: Sequence[tuple[int, Span]]  # of this shard: from `clip_spans`
+    spans: Sequence[tuple[int, Span]]  # this shard's, from `clip_spans`
     shape: tuple[int, ...]
     offset: int  # in the buffer, in elements
 

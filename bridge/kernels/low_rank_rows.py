@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS, WARPS = 64, 128, 4  # of the tiles of wide rows
+ROWS, COLUMNS, WARPS = 64, 128, 4  # tiles of wide rows
 
 
 def project_rows(x: Tensor, factors: Tensor, ends: Tensor, scale: float) -> Tensor:

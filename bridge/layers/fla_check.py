@@ -16,8 +16,8 @@ from .delta_rule import DeltaLayout, make_delta_layout
 
 logger = logging.getLogger(__name__)
 
-TOKENS, CUT = 150, 70  # of both documents, and of the first: neither is a multiple of a chunk
-BOUND = 0.1  # of the distance, relative to the norm; two ways in bf16 are 0.01 to 0.03 apart
+TOKENS, CUT = 150, 70  # lengths of both documents together, and of the first: neither is a multiple of a chunk
+BOUND = 0.1  # distance relative to the norm; two ways in bf16 are 0.01 to 0.03 apart
 
 Mix = Callable[..., Tensor]
 _results: dict[tuple, bool] = {}
@@ -55,7 +55,7 @@ def _check(name: str, run: Mix, plain: Mix, inputs: Sequence[Tensor], layout: De
     with ThreadPoolExecutor(1) as pool:
         try:
             distance = pool.submit(compare).result()
-        except Exception as error:  # of Triton's compiler, for one
+        except Exception as error:  # Triton's compiler has kinds of its own
             reason = f"fail: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         else:
             if distance < BOUND:

@@ -72,7 +72,7 @@ def attach_adapters(
                 # Transformer Engine's modules reject parameters of another dtype than their input.
                 module.activation_dtype = model.config.params_dtype
                 if isinstance(adapter, FusedLinearAdapter | ExpertsAdapter):
-                    module._forward_impl = partial(adapter)  # by itself it would be registered as a further child
+                    module._forward_impl = partial(adapter)  # a bare module would be registered as a child
                 elif not key.name.endswith(f"{ROUTER}.weight"):  # the router calls its adapter itself
                     adapter.hook = module.register_forward_hook(_adapter_hook)
     for chunk in model.chunks:

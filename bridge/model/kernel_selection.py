@@ -32,7 +32,7 @@ class Kernels:
     dispatcher: str | None = None  # token dispatcher; None: no experts
     permutation: str | None = None  # token permutation: "own", "transformer_engine" or "plain"
     fp8: str | None = None  # format and recipe; None: no FP8
-    mixers: tuple[tuple[str, str], ...] = ()  # of each kind of mixers but attention, its noun and its `mixer_kernels`
+    mixers: tuple[tuple[str, str], ...] = ()  # for each kind of mixer but attention, its noun and its `mixer_kernels`
     selected_keys: int | None = None  # keys that a lightning indexer selects for a query; None: there is no indexer
 
     @property

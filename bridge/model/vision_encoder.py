@@ -131,7 +131,7 @@ class VisionEncoder:
         self.kept_patches = 0
         self.exchange = FeatureExchange(self.levels, config, groups, stages)
         self._batches: list[MediaInputs | None] = []
-        self._patches: list[int] = []  # of each micro batch, on all ranks of a replica
+        self._patches: list[int] = []  # a number for each micro batch, on all ranks of a replica
         self._features: list[MediaFeatures | None] = []
         self._pending: list[_Encoded] = []  # whose backward passes are to come
         self._is_trained, self._is_timed = False, False  # in this step

@@ -20,7 +20,7 @@ class DirectSync:
 
     def __init__(self, engine: Engine | None):
         self._engine = engine  # a WritableEngine on all ranks, or on none
-        self._plans: dict[bool, DirectWeights] = {}  # by whether the towers are sent too
+        self._plans: dict[bool, DirectWeights] = {}  # key: whether the towers are sent too
         self._is_off = False
 
     def plan(self, make: Callable[[WeightLayout], DirectWeights], *, has_towers: bool) -> DirectWeights | None:

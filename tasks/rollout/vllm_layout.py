@@ -37,14 +37,14 @@ class _Record(NamedTuple):
     target: str  # name of the module's tensor
     form: tuple[torch.Size, tuple[int, ...], torch.dtype]
     copy: StridedCopy
-    digest: Tensor  # of the copied values, in the target's dtype
+    digest: Tensor  # digest of the copied values, in the target's dtype
 
 
 class _ModuleTensor(NamedTuple):
     """Place of a parameter or buffer."""
 
     module: torch.nn.Module
-    name: str  # of the module, in the model
+    name: str  # the module's, in the model
     leaf: str
 
     def tensor(self) -> Tensor | None:
@@ -59,7 +59,7 @@ class LoaderTrace(TorchDispatchMode):
         super().__init__()
         self._model = model
         self._starts: list[int] = []  # sorted addresses of the checkpoint's tensors
-        self._sources: dict[int, tuple[int, str, torch.dtype]] = {}  # by address: end, name, dtype
+        self._sources: dict[int, tuple[int, str, torch.dtype]] = {}  # address: end, name, dtype
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._records: dict[str, list[_Record]] = {}
         self._problem = unsupported_layer(model)

@@ -73,7 +73,7 @@ class BucketTransferEngine(WeightTransferEngine):
         self._adapter: dict[str, Tensor] = {}  # adapter tensors received in this update
         self._layout: WeightLayout | None = None  # once an update has shown it
         self._is_traceable = True
-        self._writer: LayoutWriter | None = None  # of this update
+        self._writer: LayoutWriter | None = None  # this update's
         self._trace: LoaderTrace | None = None  # likewise
         quiet_vllm()
         if server := os.environ.get(SERVER):
@@ -122,7 +122,7 @@ class BucketTransferEngine(WeightTransferEngine):
         if has_adapters(self.model):
             self._adapter.update(tensors)
         elif self._writer is not None:
-            if missing := self._writer.load(tensors):  # of a tower that earlier updates did not have
+            if missing := self._writer.load(tensors):  # a tower's, which earlier updates did not have
                 self.model.load_weights(missing)
         elif self._trace is not None:
             with self._trace:

@@ -91,7 +91,7 @@ def sync(
         if engine is not None:
             engine.update(sample)
             compared = sample.compare(engine)
-    except Exception as error:  # of any kind, since the other ranks wait for this one
+    except Exception as error:  # any kind, since the other ranks wait for this one
         failure = isinstance(error, WeightsLost), f"{type(error).__name__}: {error}"
     for _ in sample:  # drain: every rank takes part in the stream to its end
         pass
@@ -120,7 +120,7 @@ def sync_direct(engine: WritableEngine, weights: DirectWeights, *, compare: int 
                     if name in chosen:
                         digests.append((name, digest(block.to(target.dtype)), digest(target)))
         _compare_digests(digests)
-    except Exception as error:  # of any kind, since the other ranks wait for this one
+    except Exception as error:  # any kind, since the other ranks wait for this one
         failure = False, f"{type(error).__name__}: {error}"
     for _ in sources:
         pass

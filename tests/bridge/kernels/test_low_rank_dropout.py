@@ -20,8 +20,8 @@ def test_mask_is_random(device):
     from megaswift.bridge.kernels.low_rank_dropout import draw_keys
 
     torch.manual_seed(0)
-    keys, others = (draw_keys(torch.empty(512, 0, device=device)) for _ in range(2))
-    first, second = mask_of(256, keys), mask_of(256, others)
+    keys, other_keys = (draw_keys(torch.empty(512, 0, device=device)) for _ in range(2))
+    first, second = mask_of(256, keys), mask_of(256, other_keys)
     assert set(first.unique().tolist()) == {0.0, 1.0}
     assert first.equal(mask_of(256, keys))
     deviations = 5 * (P * (1 - P) / first.numel()) ** 0.5
