@@ -23,26 +23,40 @@ Mix = Callable[..., Tensor]
 _results: dict[tuple, bool] = {}
 
 
-def is_right(name: str, run: Mix, plain: Mix, inputs: Sequence[Tensor], layout: DeltaLayout) -> bool:
-    """Return whether `run` computes `plain`, and warn if it does not. One check for each `name` and shape of inputs.
+def is_right(
+    name: str,
+    run: Mix,
+    plain: Mix,
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor | None],
+    layout: DeltaLayout,
+) -> bool:
+    """Return whether `run` computes `plain`, and warn if it does not. One check for each `name` and sizes.
 
-    run(*inputs, layout) -> [tokens, ...], where inputs are [tokens, ...] or parameters; so does `plain`
+    run(*inputs, *parameters, layout) -> [tokens, ...], of inputs [tokens, ...]; so does `plain`
     """
-    tokens = len(inputs[0])
-    key = name, *(tuple(x.shape[len(x) == tokens :]) for x in inputs)
+    key = name, *(tuple(x.shape[1:]) for x in inputs), *(x is not None and tuple(x.shape) for x in parameters)
     if key not in _results:
-        _results[key] = _check(name, run, plain, inputs, layout)
+        _results[key] = _check(name, run, plain, inputs, parameters, layout)
     return _results[key]
 
 
-def _check(name: str, run: Mix, plain: Mix, inputs: Sequence[Tensor], layout: DeltaLayout) -> bool:
+def _check(
+    name: str,
+    run: Mix,
+    plain: Mix,
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor | None],
+    layout: DeltaLayout,
+) -> bool:
     tokens, device = len(inputs[0]), inputs[0].device
     documents = len(layout.cu_seqlens_cpu) - 1
     kernel = (layout.conv_length - tokens) // documents + 1
     count = min(tokens, TOKENS)
     bounds = [0, CUT, count] if count > CUT else [0, count]
     small = make_delta_layout(bounds, 1, 1, kernel, device)
-    parts = [x.detach()[: count if len(x) == tokens else None] for x in inputs]
+    parts: list[Tensor | None] = [x.detach()[:count].requires_grad_() for x in inputs]
+    parts += [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in parameters]
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()
 
@@ -67,13 +81,13 @@ def _check(name: str, run: Mix, plain: Mix, inputs: Sequence[Tensor], layout: De
     return False
 
 
-def _results_of(run: Mix, inputs: Sequence[Tensor], layout: DeltaLayout) -> list[Tensor]:
-    """Return the output of run(*inputs, layout), and the gradients of the inputs for an arbitrary gradient of it."""
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    output = run(*leaves, layout).flatten(1)
+def _results_of(run: Mix, inputs: Sequence[Tensor | None], layout: DeltaLayout) -> list[Tensor]:
+    """Return the output of run(*inputs, layout), and for an arbitrary gradient of it those of the trained inputs."""
+    copies = [None if x is None else x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    output = run(*copies, layout).flatten(1)
     weights = torch.linspace(-1, 1, output.numel(), device=output.device).sin().view_as(output)
-    gradients = torch.autograd.grad((output.float() * weights).sum(), leaves, allow_unused=True)
-    return [output.detach(), *(x for x in gradients if x is not None)]
+    leaves = [x for x in copies if x is not None and x.requires_grad]
+    return [output.detach(), *torch.autograd.grad((output.float() * weights).sum(), leaves)]
 
 
 def _distance(result: Tensor, expected: Tensor) -> float:

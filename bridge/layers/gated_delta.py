@@ -17,6 +17,8 @@ from .grouped_mixer import GroupedMixer, Groups, MixerWeight, make_parameter
 class GatedDeltaNet(GroupedMixer):
     """Gated delta net, with the arguments of `GroupedMixer`."""
 
+    token_inputs = 3
+
     def _groups(self, config: TransformerConfig) -> Groups:
         self.key_dim, self.value_dim = not_none(config.linear_key_head_dim), not_none(config.linear_value_head_dim)
         key_heads = not_none(config.linear_num_key_heads)

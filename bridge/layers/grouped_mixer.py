@@ -47,6 +47,7 @@ class GroupedMixer(MegatronModule, ABC):
     Raises ValueError if TP x CP does not divide the groups.
     """
 
+    token_inputs: ClassVar[int] = 1  # number of `_run_torch`'s inputs with a row for each token; they come first
     has_mamba_kernel: ClassVar[bool] = False  # in mamba_ssm
     is_recomputed: ClassVar[bool] = True  # plain PyTorch, whose intermediate tensors are many times larger than inputs
 
@@ -140,8 +141,9 @@ class GroupedMixer(MegatronModule, ABC):
         The last input is the layout.
         """
         if self._kernels(x) == "fla":
-            run = partial(self._run_fla, fla_kernels())
-            if is_right(type(self).__name__, run, self._run_torch, (x, *inputs[:-1]), inputs[-1]):
+            run, (*arguments, layout) = partial(self._run_fla, fla_kernels()), (x, *inputs)
+            rows, parameters = arguments[: self.token_inputs], arguments[self.token_inputs :]
+            if is_right(type(self).__name__, run, self._run_torch, rows, parameters, layout):
                 return run(x, *inputs)
         return self._recompute(self._run_torch, x, *inputs) if self.is_recomputed else self._run_torch(x, *inputs)
 

@@ -24,6 +24,8 @@ ROWS = 16  # queries of a chunk whose decays are in memory at a time
 class KimiDeltaAttention(GroupedMixer):
     """Kimi delta attention, with the arguments of `GroupedMixer`."""
 
+    token_inputs = 3
+
     def _groups(self, config: TransformerConfig) -> Groups:
         sizes: KimiDelta = config.architecture.kimi_delta  # type: ignore[attr-defined]
         self.heads, self.dim, self.kernel = sizes.heads, sizes.head_dim, sizes.kernel

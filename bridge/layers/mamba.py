@@ -32,6 +32,7 @@ def _scan_kernel() -> Callable:
 class Mamba2(GroupedMixer):
     """Mamba-2 layer, with the arguments of `GroupedMixer`."""
 
+    token_inputs = 2
     has_mamba_kernel = True
     multipliers: Tensor  # if the model has them
 

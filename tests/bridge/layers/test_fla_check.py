@@ -42,8 +42,10 @@ def check(name: str, change=None, tokens: int = 400) -> bool:
     torch.manual_seed(0)
     layer, inputs = MIXERS[name].layer, MIXERS[name].inputs(tokens, torch.float32)
     run = partial(layer._run_fla, STANDINS)
-    layout = make_delta_layout([0, 30, tokens], 1, 1, KERNEL, CPU)
-    return fla_check.is_right(name, partial(change, run) if change else run, layer._run_torch, inputs, layout)
+    layout, rows = make_delta_layout([0, 30, tokens], 1, 1, KERNEL, CPU), layer.token_inputs
+    assert all(len(x) == tokens for x in inputs[:rows])
+    run = partial(change, run) if change else run
+    return fla_check.is_right(name, run, layer._run_torch, inputs[:rows], inputs[rows:], layout)
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -55,6 +57,18 @@ def test_right_kernels_are_used(name, caplog):
 @pytest.mark.parametrize("tokens", [31, 70, 71])
 def test_short_micro_batches_are_enough(tokens):
     assert check("lightning attention", tokens=tokens)
+
+
+def test_fixed_decays_need_no_gradient():
+    """fla's kernel has none for a decay that all tokens share."""
+    assert check("lightning attention", lambda run, qkv, decay, layout: run(qkv, decay.detach(), layout))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_as_many_tokens_as_channels(name):
+    """Parameters are not taken for rows of tokens."""
+    channels = {len(x) for x in MIXERS[name].inputs(400, torch.float32)} - {400, 3}
+    assert all(check(name, tokens=tokens) for tokens in channels if tokens > 30)
 
 
 @pytest.mark.parametrize("change", [wrong_in_the_second_document, wrong_gradient, not_numbers, failing])
