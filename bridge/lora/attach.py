@@ -111,7 +111,7 @@ def _build(
     else:
         bias = getattr(module, "bias", None)
         is_linear = isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        kind = FusedLinearAdapter if is_linear and split is None and not settings.dora else LinearAdapter
+        kind = FusedLinearAdapter if is_linear and group.size() == 1 and not settings.dora else LinearAdapter
         adapter = kind(
             weight, parts, settings.rank, settings.scaling, dtype, sharding,
             dropout=plan.dropout, dora=settings.dora, bias=bias,

@@ -185,7 +185,7 @@ class LinearAdapter(_Adapter):
 class FusedLinearAdapter(LinearAdapter):
     """Adapter within the matrix product of a frozen linear layer of megatron-core: its `_forward_impl`.
 
-    For a weight that one rank has whole, without DoRA.
+    Without tensor parallelism and DoRA.
     """
 
     def forward(self, *, input: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> Tensor:
