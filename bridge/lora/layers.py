@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from ..kernels import usable
 from ..layers.experts import grouped_product
-from .product import adapted_experts, adapted_linear
+from .product import adapted_experts, adapted_linear, is_narrow
 
 
 class MatrixSharding(NamedTuple):
@@ -194,12 +194,13 @@ class FusedLinearAdapter(LinearAdapter):
         Other arguments are about communication and gradients of the weight.
         """
         dropout = self.dropout if self.training else 0.0
+        a, b = self.factors(input.dtype)
         if not self.enabled:
             y = F.linear(input, weight)
-        elif dropout and not usable(input):
+        elif dropout and not (usable(input) and is_narrow(a)):
             y = super().forward(input, F.linear(input, weight))
         else:
-            y = adapted_linear(input, weight, *self.factors(input.dtype), self.scaling, dropout)
+            y = adapted_linear(input, weight, a, b, self.scaling, dropout)
         # As in megatron-core, a bias gets no gradient from the product of a frozen weight: see model/build.py.
         return y if bias is None else y + bias.detach()
 
@@ -215,8 +216,11 @@ class ExpertsAdapter(_Adapter):
         if not self.enabled:
             return grouped_product(x, weight, ends, counts)
         a, b = self.factors(x.dtype)
-        if counts is None:
+        if counts is None and is_narrow(a):
             return adapted_experts(x, weight, a, b, self.scaling, ends)
+        if counts is None:  # grouped products need rows of at least 16 bytes
+            padding = -a.shape[1] % 8
+            a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
         delta = grouped_product(grouped_product(x, a, ends, counts), b, ends, counts)
         return torch.add(grouped_product(x, weight, ends, counts), delta, alpha=self.scaling)
 

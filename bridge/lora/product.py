@@ -10,12 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Bytes of a row's low-rank values up to which the tiles of the kernels fit into a multiprocessor's memory
+NARROW = 256
+
+
+def is_narrow(a: Tensor) -> bool:
+    """Return whether the fused kernels take the factor a [..., rank, in]."""
+    return a.shape[-2] * a.itemsize <= NARROW
+
 
 def adapted_linear(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float, dropout: float) -> Tensor:
     """Return x @ weight^T + scaling * dropout(x) @ a^T @ b^T.
 
     x [..., in]; weight [out, in], frozen; a [rank, in]; b [out, rank]; all of one type -> [..., out]. Dropout with a
-    probability above 0 needs the fused kernels.
+    probability above 0 needs the fused kernels, and a factor that `is_narrow`.
     """
     output = _AdaptedLinear.apply(x.reshape(-1, x.shape[-1]), weight, a, b, scaling, dropout)
     return cast(Tensor, output).view(*x.shape[:-1], len(weight))
@@ -58,6 +66,7 @@ class _AdaptedLinear(torch.autograd.Function):
 def adapted_experts(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float, ends: Tensor) -> Tensor:
     """Return x @ weight^T + scaling * x @ a^T @ b^T, with the matrices of each row's expert, on a GPU in bf16.
 
+    a must be narrow: see `is_narrow`.
     x [rows, in], sorted by expert; weight [experts, out, in], frozen; a [experts, rank, in]; b [experts, out, rank];
     ends int32 [experts], end of each expert's rows -> [rows, out].
     """

@@ -52,3 +52,48 @@ def test_products_are_of_masked_rows(dtype, rows, width, rank, device):
         assert result.dtype == dtype
         assert (result.float() - reference).norm() <= ROUNDING[dtype] * reference.norm()
     assert project_backward(grad, x, a, keys, P, needs_x=False)[0] is None
+
+
+def leaves(device: str, rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = (40, 96), (rank, 96), (56, rank)  # x, A and B
+    return [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
+
+
+def test_adapters_in_a_product_drop_their_input(monkeypatch, device):
+    from megaswift.bridge.kernels import low_rank_dropout
+    from megaswift.bridge.lora.product import adapted_linear
+
+    x, a, b = leaves(device, rank=5)
+    weight, keys = torch.randn(56, 96, device=device), low_rank_dropout.draw_keys(x)
+    monkeypatch.setattr(low_rank_dropout, "draw_keys", lambda x: keys)
+    output = adapted_linear(x, weight, a, b, 3.0, P)
+    expected = x @ weight.t() + 3 / (1 - P) * (x * mask_of(96, keys)) @ a.t() @ b.t()
+    torch.testing.assert_close(output, expected, atol=1e-3, rtol=1e-4)
+    grad = torch.randn_like(output)
+    for result, reference in zip(*(torch.autograd.grad(y, (x, a, b), grad) for y in (output, expected)), strict=True):
+        torch.testing.assert_close(result, reference, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("rank", "is_fused"), [(64, True), (65, False)])
+def test_wide_adapters_are_beside_the_product(rank, is_fused, monkeypatch, device):
+    """Of more than 256 bytes a row, the kernels' tiles would not fit into a multiprocessor's memory."""
+    from megaswift.bridge.kernels import low_rank_dropout
+    from megaswift.bridge.lora.layers import FusedLinearAdapter, MatrixSharding
+    from torch.distributed import ProcessGroup
+
+    x, a, b = leaves(device, rank)
+    weight = torch.randn(56, 96, device=device)
+    parts = torch.ones(56, 1, dtype=torch.bool, device=device)
+    place = MatrixSharding(None, ProcessGroup, sequence_parallel=False, communicates=True)  # pyright: ignore[reportArgumentType]
+    adapter = FusedLinearAdapter(weight, parts, rank, 2.0, torch.float32, place, dropout=P, dora=False, bias=None)
+    adapter.lora_A.data, adapter.lora_B.data = a.detach(), b.detach()
+    calls = []
+    draw = low_rank_dropout.draw_keys
+    monkeypatch.setattr(low_rank_dropout, "draw_keys", lambda x: calls.append(x) or draw(x))
+    dropped = adapter(input=x, weight=weight, bias=None)
+    assert bool(calls) == is_fused
+    assert not torch.allclose(dropped, adapter.eval()(input=x, weight=weight, bias=None))
+    torch.testing.assert_close(
+        adapter(input=x, weight=weight, bias=None), x @ weight.t() + 2 * x @ a.t() @ b.t(), atol=1e-3, rtol=1e-4
+    )
