@@ -24,12 +24,7 @@ _results: dict[tuple, bool] = {}
 
 
 def is_right(
-    name: str,
-    run: Mix,
-    plain: Mix,
-    inputs: Sequence[Tensor],
-    parameters: Sequence[Tensor | None],
-    layout: DeltaLayout,
+    name: str, run: Mix, plain: Mix, inputs: Sequence[Tensor], parameters: Sequence[Tensor | None], layout: DeltaLayout
 ) -> bool:
     """Return whether `run` computes `plain`, and warn if it does not. One check for each `name` and sizes.
 
@@ -37,18 +32,20 @@ def is_right(
     """
     key = name, *(tuple(x.shape[1:]) for x in inputs), *(x is not None and tuple(x.shape) for x in parameters)
     if key not in _results:
-        _results[key] = _check(name, run, plain, inputs, parameters, layout)
+        problem = _problem(run, plain, inputs, parameters, layout)
+        _results[key] = problem is None
+        if problem:
+            logger.warning(
+                f"warning: flash-linear-attention's kernels of {name} {problem}. Plain PyTorch is used, which is much "
+                "slower"
+            )
     return _results[key]
 
 
-def _check(
-    name: str,
-    run: Mix,
-    plain: Mix,
-    inputs: Sequence[Tensor],
-    parameters: Sequence[Tensor | None],
-    layout: DeltaLayout,
-) -> bool:
+def _problem(
+    run: Mix, plain: Mix, inputs: Sequence[Tensor], parameters: Sequence[Tensor | None], layout: DeltaLayout
+) -> str | None:
+    """Return how `run` differs from `plain` or fails, or None."""
     tokens, device = len(inputs[0]), inputs[0].device
     documents = len(layout.cu_seqlens_cpu) - 1
     kernel = (layout.conv_length - tokens) // documents + 1
@@ -70,15 +67,8 @@ def _check(
         try:
             distance = pool.submit(compare).result()
         except Exception as error:  # Triton's compiler has kinds of its own
-            reason = f"fail: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        else:
-            if distance < BOUND:
-                return True
-            reason = f"are wrong here: {distance:.2g} from plain PyTorch, relative to the norm"
-    logger.warning(
-        f"warning: flash-linear-attention's kernels of {name} {reason}. Plain PyTorch is used, which is much slower"
-    )
-    return False
+            return f"fail: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None if distance < BOUND else f"are wrong here: {distance:.2g} from plain PyTorch, relative to the norm"
 
 
 def _results_of(run: Mix, inputs: Sequence[Tensor | None], layout: DeltaLayout) -> list[Tensor]:

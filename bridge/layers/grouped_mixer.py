@@ -26,7 +26,7 @@ from .linear import column_linear
 
 
 class Groups(NamedTuple):
-    """What the projections of a mixer need to know of its groups.
+    """Groups of a mixer, as its projections need them.
 
     number: of which `noun` tells the user
     sections: channels of a group: of the convolution, of the output and its gate, and of further inputs of `_mix`
