@@ -31,6 +31,7 @@ QWEN3_MOE = QWEN3 | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+QWEN3_30B = QWEN3_MOE | {"num_hidden_layers": 48}
 QWEN3_235B = QWEN3_MOE | {
     "hidden_size": 4096,
     "intermediate_size": 12_288,

@@ -192,13 +192,13 @@ def cells(run: Run, figures: dict[str, Any]) -> list[str]:
     if "error" in figures:
         empty = len(TABLES[table_of(row)]) - 4
         return [figures["error"].partition(": Train")[0].replace("|", "/")[:120], *[""] * empty]
-    if table_of(row) == "rollouts":
-        samples, gpus = run["global_batch"], max(run["gpus"], 1)
-        return rollout_cells(figures, measured_steps(run), samples=samples, gpus=gpus)
     speed = ""
     if "ratio" in figures:
         bound = f" ({figures['least']})" if figures["least"] and not run["flags"] else ""
         speed = f"{figures['ratio']:.2f} x {figures['against']}{'' if figures['one_call'] else ', another call'}{bound}"
+    if table_of(row) == "rollouts":
+        samples, gpus = run["global_batch"], max(run["gpus"], 1)
+        return rollout_cells(figures, measured_steps(run), samples=samples, gpus=gpus, speed=speed)
     visual = []
     if row.pictures:
         visual += [f"{figures['visual_share']:.1%}" if "visual_share" in figures else ""]

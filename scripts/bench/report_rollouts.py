@@ -5,6 +5,8 @@
 - weights: what goes to the engines, and how fast.
 - tokens/s/GPU: of prompts and answers, those of training and of servers' GPUs alike; answers: of answers alone.
 - memory: in use at the end of training, and of generation (`memory/...` in the log); reserved: by the trainer.
+
+ms-swift logs neither phases nor tokens.
 """
 
 # pyright: reportMissingImports=false
@@ -13,7 +15,7 @@ from statistics import median
 from typing import Any
 
 COLUMNS = ["model", "GPUs", "system", "s/step", "generate", "weights", "others", "train", "tokens/s/GPU", "answers"]
-COLUMNS += ["memory: train, generate, reserved", "engine's log-probabilities", "first step"]
+COLUMNS += ["memory: train, generate, reserved", "engine's log-probabilities", "first step", "speed (target)"]
 PHASE = "timing_s/"
 OWN_COLUMN = "gen", "update_weights"
 
@@ -24,7 +26,9 @@ def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
     return {name: median(step[name] for step in steps) for name in names if isinstance(steps[0][name], int | float)}
 
 
-def rollout_cells(figures: dict[str, Any], steps: list[dict[str, Any]], *, samples: int, gpus: int) -> list[str]:
+def rollout_cells(
+    figures: dict[str, Any], steps: list[dict[str, Any]], *, samples: int, gpus: int, speed: str
+) -> list[str]:
     """Return the cells after model, GPUs and system. samples: completions of a step. steps: those that count"""
     numbers = medians(steps)
     phases = {name.removeprefix(PHASE): numbers[name] for name in sorted(numbers) if name.startswith(PHASE)}
@@ -33,20 +37,21 @@ def rollout_cells(figures: dict[str, Any], steps: list[dict[str, Any]], *, sampl
     weights = f"{phases['update_weights']:.2f} s" if "update_weights" in phases else ""
     if "weight_sync/gb" in numbers:
         weights += f": {numbers['weight_sync/gb']:.3g} GB, {numbers['weight_sync/gb_per_s']:.1f} GB/s"
-    answers = samples * numbers["completions/mean_length"] / seconds / gpus
+    length, tokens = numbers.get("completions/mean_length"), figures.get("real_tokens_per_second_per_gpu")
     in_use = [
         f"{numbers[f'memory/{name}_gib']:.0f}" for name in ("train", "generate") if f"memory/{name}_gib" in numbers
     ]
     difference = numbers.get("sampling/sampling_logp_difference/mean")
     return [
         f"{seconds:.2f}",
-        f"{phases['gen']:.2f} s",
+        f"{phases['gen']:.2f} s" if "gen" in phases else "",
         weights,
         ", ".join(others),
-        f"{seconds - sum(phases.values()):.2f} s",
-        f"{figures['real_tokens_per_second_per_gpu']:,.0f}",
-        f"{answers:,.0f}",
+        f"{seconds - sum(phases.values()):.2f} s" if phases else "",
+        "" if tokens is None else f"{tokens:,.0f}",
+        "" if length is None else f"{samples * length / seconds / gpus:,.0f}",
         ", ".join([*in_use, f"{figures['memory_gib']:.1f}"]) + " GiB",
         "" if difference is None else f"{difference:.2g} apart",
         f"{figures['first_step']:.0f} s",
+        speed,
     ]

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BF16_MOMENTS = "--use_precision_aware_optimizer true --exp_avg_dtype bf16 --exp_avg_sq_dtype bf16"
+RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+RECOMPUTE_HALF = "--recompute_granularity full --recompute_method block --recompute_num_layers 6"
+LORA = "--tuner_type lora --merge_lora false"
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,7 @@ class Rlhf:
     prompt: int  # tokens, as those of an answer without the turn's own
     answer: int
     flags: str = ""  # of every system
+    packs: str = ""  # flags of megaswift, which packs answers
     servers: int = 0  # GPUs that generate, and do not train
 
 

@@ -1,30 +1,17 @@
 """Rows of the benchmark table: a model, its parallel layout, and the flags of each system."""
 
-from dataclasses import replace
-
-from configs import GPT_OSS_20B, QWEN3, QWEN3_235B, QWEN3_MOE, SIZES, TIED, TOWERS, qwen3_vl
+from configs import GPT_OSS_20B, QWEN3, QWEN3_30B, QWEN3_235B, QWEN3_MOE, SIZES, TIED, TOWERS, qwen3_vl
+from grpo_rows import GRPO_ROWS
 from hybrids import HYBRIDS
-from row import BF16_MOMENTS, Rlhf, Row
+from row import BF16_MOMENTS, LORA, RECOMPUTE, Rlhf, Row
 
 OVERLAP = "--overlap_grad_reduce true --overlap_param_gather true"
-RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
-RECOMPUTE_HALF = "--recompute_granularity full --recompute_method block --recompute_num_layers 6"
-LORA = "--tuner_type lora --merge_lora false"
 
 QWEN3_SMALL = QWEN3 | SIZES["0.6b"] | TIED
-QWEN3_30B = QWEN3_MOE | {"num_hidden_layers": 48}
 QWEN3_MEDIUM = QWEN3 | SIZES["1.7b"] | TIED
 QWEN3_VL_4B = qwen3_vl(QWEN3 | SIZES["4b"] | TIED, TOWERS["4b"])
 QWEN3_VL_MOE = qwen3_vl(QWEN3_MOE | {"num_hidden_layers": 8}, TOWERS["30b"])
 DPO = Rlhf("dpo", 1000, 1024, "--beta 0.1 --packing false")
-# Rewards do not depend on the text. Answers of random weights end by their length: one in 150,000 tokens ends them.
-ROLLOUTS = "--reward_funcs coin --beta 0 --packing true"
-GRPO = Rlhf(
-    "grpo",
-    256,
-    512,
-    f"{ROLLOUTS} --packing_length 4096 --num_generations 8 --max_completion_length 512 --vllm_max_model_len 1536",
-)
 FROZEN = "--freeze_vit true --freeze_aligner true"
 TRAINED = "--freeze_vit false --freeze_aligner false"
 PICTURES = (256, 1024)
@@ -325,59 +312,6 @@ ROWS = {
         layout=OVERLAP,
         rlhf=DPO,
     ),
-    # 64 prompts of 256 tokens with 8 answers of 512 each. vLLM is in the processes, which train while it sleeps, or
-    # servers are on the last GPUs. All weights, with the optimizer's state on the GPUs, or adapters, sent merged.
-    "30b-grpo": Row(
-        "Qwen3-30B-A3B, GRPO, PP4, vLLM TP2 in the processes",
-        QWEN3_30B,
-        1,
-        512,
-        gpus=4,
-        steps=3,
-        warmup=1,
-        length=768,
-        layout="--pipeline_model_parallel_size 4 --decoder_first_pipeline_num_layers 12 "
-        f"--decoder_last_pipeline_num_layers 10 {BF16_MOMENTS} {RECOMPUTE_HALF} "
-        "--use_vllm true --vllm_mode colocate --vllm_tensor_parallel_size 2",
-        rlhf=GRPO,
-    ),
-    "30b-grpo-server": Row(
-        "Qwen3-30B-A3B, GRPO, PP3, a server on one GPU",
-        QWEN3_30B,
-        1,
-        512,
-        gpus=4,
-        steps=3,
-        warmup=1,
-        length=768,
-        layout=f"--pipeline_model_parallel_size 3 {BF16_MOMENTS} --main_params_dtype fp16 {RECOMPUTE} --use_vllm true",
-        rlhf=replace(GRPO, servers=1),
-    ),
-    "30b-grpo-lora": Row(
-        "Qwen3-30B-A3B, GRPO, LoRA, EP4, vLLM TP2 in the processes",
-        QWEN3_30B,
-        1,
-        512,
-        gpus=4,
-        steps=3,
-        warmup=1,
-        length=768,
-        layout=f"{LORA} --expert_model_parallel_size 4 "
-        "--use_vllm true --vllm_mode colocate --vllm_tensor_parallel_size 2",
-        rlhf=GRPO,
-    ),
-    "30b-grpo-server-lora": Row(
-        "Qwen3-30B-A3B, GRPO, LoRA, EP2, a server on two GPUs",
-        QWEN3_30B,
-        1,
-        512,
-        gpus=4,
-        steps=3,
-        warmup=1,
-        length=768,
-        layout=f"{LORA} --expert_model_parallel_size 2 --use_vllm true --vllm_tensor_parallel_size 2",
-        rlhf=replace(GRPO, servers=2),
-    ),
     # For conversion.py, since no machine of four GPUs trains it: 22 GB.
     "235b-4": Row(
         "Qwen3-235B-A22B, 4 layers",
@@ -447,17 +381,6 @@ ROWS = {
         documents=120,
         rlhf=Rlhf("dpo", 100, 100, DPO.flags),
     ),
-    "tiny-grpo": Row(
-        "tiny, GRPO",
-        QWEN3 | SIZES["tiny"] | {"head_dim": 32},  # the least of vLLM on a CPU
-        1,
-        16,
-        steps=3,
-        warmup=1,
-        length=48,
-        documents=120,
-        rlhf=Rlhf("grpo", 32, 16, f"{ROLLOUTS} --packing_length 256 --num_generations 4 --max_completion_length 16"),
-    ),
     "vl-tiny": Row(
         "tiny, with pictures",
         qwen3_vl(QWEN3 | SIZES["tiny"], TOWERS["tiny"]),
@@ -469,7 +392,9 @@ ROWS = {
         pictures=(80, 160),
         layout=TRAINED,
     ),
-} | HYBRIDS
+    **HYBRIDS,
+    **GRPO_ROWS,
+}
 
 # Variants of megaswift: extra flags. BASELINES: a variant is compared with ours, ours and peer-flash with the peer.
 VARIANTS = {

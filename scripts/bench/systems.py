@@ -30,7 +30,7 @@ PEER = (
     "--cross_entropy_loss_fusion true --gradient_accumulation_fusion false --load_from_cache_file false "
     "--dataset_num_proc 8 --dataloader_num_workers 4 --no_save_optim true --no_save_rng true"
 )
-COIN = Path(__file__).with_name("coin_reward.py")
+COIN, PEER_COIN = (Path(__file__).with_name(f"coin_reward{of}.py") for of in ("", "_peer"))
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn-4", "triton", "transformers")
 ROLLOUT_METRICS = "timing_s/", "weight_sync/", "memory/", "completions/mean_length", "sampling/"  # prefixes in the log
 
@@ -53,14 +53,16 @@ def command(
     system: str, row: Row, model: Path, data: Path, out: Path, *, gpus: int, steps: int, site: Path | None, flags: str
 ) -> list[str]:
     """Return the argv of a run that writes `out`/logging.jsonl. flags: extra flags for megaswift"""
-    task, sizes = ("rlhf", rlhf_flags(row)) if row.rlhf else ("sft", f"--packing true --max_length {row.length}")
+    task, sizes = (
+        ("rlhf", rlhf_flags(system, row)) if row.rlhf else ("sft", f"--packing true --max_length {row.length}")
+    )
     common = f"--model {model} --dataset {data} {sizes} --output_dir {out} "
     common += f"--micro_batch_size {row.micro_batch} --global_batch_size {row.batch_on(gpus)} --train_iters {steps} "
     common += f"--add_version false --logging_steps 1 --save_steps 100000 {LEARNING} {row.layout}"
     if system not in PEERS:
         return [sys.executable, "-m", "megaswift.cli.main", "megatron", task, *_words(common, VARIANTS[system], flags)]
-    if row.rlhf and row.rlhf.kind == "grpo":
-        raise RuntimeError("rows of GRPO have no command of ms-swift")
+    if row.rlhf and row.rlhf.servers:
+        raise RuntimeError("rows with servers have no command of ms-swift")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -69,13 +71,16 @@ def command(
     return [*launch, str(peer_script(site, task)), *_words(common, kind, PEER, PEERS[system], row.peer)]
 
 
-def rlhf_flags(row: Row) -> str:
+def rlhf_flags(system: str, row: Row) -> str:
     """Return the flags of the task. No row of the data is as long as --max_length, which bounds prompts in GRPO."""
     assert row.rlhf
-    plugins = f"--external_plugins {COIN}" if row.rlhf.kind == "grpo" else ""
-    plugins += f" --rollout_num_gpus {row.rlhf.servers}" if row.rlhf.servers else ""
+    flags = f"--rlhf_type {row.rlhf.kind} {row.rlhf.flags} --max_length {row.length * 5 // 4}"
+    if row.rlhf.kind == "grpo":
+        flags += f" --external_plugins {PEER_COIN if system in PEERS else COIN}"
+    if system not in PEERS:
+        flags += f" {row.rlhf.packs}"
     # Of DPO's pairs megaswift bounds both sequences together, ms-swift each.
-    return f"--rlhf_type {row.rlhf.kind} {row.rlhf.flags} {plugins} --max_length {row.length * 5 // 4}"
+    return flags + (f" --rollout_num_gpus {row.rlhf.servers}" if row.rlhf.servers else "")
 
 
 def _words(*texts: str) -> list[str]:
@@ -105,7 +110,7 @@ def environment(
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
     }
     if system in PEERS:
-        folders = [str(site) if site else None, os.environ.get("PYTHONPATH")]
+        folders = [str(site) if site else None, os.environ.get("PYTHONPATH"), str(engine_site) if engine_site else None]
         has_package = importlib.util.find_spec("flash_attn") or (site and (site / "flash_attn").is_dir())
         if system == "peer-flash" and not has_package:
             folders.insert(0, str(write_flash_attn(caches / "flash_attn")))
@@ -137,7 +142,7 @@ def step_of(system: str, line: dict[str, Any], gpus: int) -> dict[str, Any] | No
             "grad_norm": line["grad_norm"],
             "memory_gib": line["memory(GiB)"],
             "own_clock": step * line["train_speed(s/it)"],  # seconds since the training began
-        }
+        } | {name: line[name] for name in line if name == "completions/mean_length"}
     names = ("step", "loss", "grad_norm", "memory_gib", "tokens", "images", "visual_tokens", "vision_share")
     fields = {name: line[name] for name in line if name in names or name.startswith(ROLLOUT_METRICS)}
     return fields | {"flops": line["tflops_per_gpu"] * 1e12 * line["seconds_per_step"] * max(gpus, 1)}

@@ -42,19 +42,26 @@ def test_pairs_have_even_lengths(work):
         assert row["rejected_response"] != answer["content"]
 
 
-def test_both_systems_get_the_same_pairs(tmp_path):
-    script = tmp_path / "swift" / "cli" / "_megatron" / "rlhf.py"
-    script.parent.mkdir(parents=True)
-    script.touch()
-    flags = []
-    for name in ("ours", "peer"):
-        words = systems.command(
-            name, ROWS["8b-dpo"], Path("m"), Path("d"), Path("o"), gpus=4, steps=9, site=tmp_path, flags=""
-        )
-        assert (str(script) in words) == (name == "peer")
-        first = words.index("--model")
-        flags.append(dict(zip(words[first::2], words[first + 1 :: 2], strict=True)))
-    ours, peer = flags
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "swift" / "cli" / "_megatron" / "rlhf.py"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+def flags_of(system: str, row: str, script: Path, *, gpus: int) -> dict[str, str]:
+    """Return the flags of a row's command; ms-swift's starts `script`."""
+    words = systems.command(
+        system, ROWS[row], Path("m"), Path("d"), Path("o"), gpus=gpus, steps=9, site=script.parents[3], flags=""
+    )
+    assert (str(script) in words) == (system == "peer")
+    first = words.index("--model")
+    return dict(zip(words[first::2], words[first + 1 :: 2], strict=True))
+
+
+def test_both_systems_get_the_same_pairs(script):
+    ours, peer = (flags_of(name, "8b-dpo", script, gpus=4) for name in ("ours", "peer"))
     assert ours.items() <= peer.items()
     assert [ours[f"--{name}"] for name in ("rlhf_type", "packing", "micro_batch_size", "global_batch_size")] == [
         "dpo", "false", "2", "32",
@@ -70,13 +77,25 @@ def test_prompts_are_as_long_as_said(work):
     rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
     lengths = {len(tokenizer(turn["content"])["input_ids"]) for (turn,) in rows}
     assert 28 <= min(lengths) <= max(lengths) <= 36
-    with pytest.raises(RuntimeError, match="no command of ms-swift"):
-        systems.command("peer", ROWS["30b-grpo"], folder, data, folder, gpus=4, steps=1, site=None, flags="")
+    with pytest.raises(RuntimeError, match="rows with servers have no command of ms-swift"):
+        systems.command("peer", ROWS["30b-grpo-server"], folder, data, folder, gpus=4, steps=1, site=None, flags="")
+
+
+def test_both_systems_answer_the_same_prompts(script):
+    ours, peer = (flags_of(name, "4b-grpo", script, gpus=2) for name in ("ours", "peer"))
+    names = ("num_generations", "max_completion_length", "beta", "temperature", "vllm_max_model_len", "vllm_mode")
+    names += ("global_batch_size", "max_length", "dataset", "reward_funcs", "lr", "rlhf_type")
+    assert [ours[f"--{name}"] for name in names] == [peer[f"--{name}"] for name in names]
+    assert ours["--packing"] == "true"
+    assert "--packing" not in peer  # ms-swift has none in GRPO
+    plugins = [Path(system["--external_plugins"]) for system in (ours, peer)]
+    assert [path.name for path in plugins] == ["coin_reward.py", "coin_reward_peer.py"]
+    assert all(path.exists() for path in plugins)
 
 
 def test_vllms_packages_are_behind_those_of_training(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/training")
-    for system, expected in (("ours", f"/training:{tmp_path}"), ("peer", "/training")):
+    for system, expected in (("ours", f"/training:{tmp_path}"), ("peer", f"/training:{tmp_path}")):
         environment = systems.environment(system, tmp_path, gpus=1, site=None, engine_site=tmp_path)
         assert environment["PYTHONPATH"] == expected
 
@@ -106,7 +125,13 @@ def test_the_phases_of_a_step_by_hand():
     assert len(cells) == len(report.TABLES["rollouts"])
     assert cells[1:] == [
         "4", "megaswift", "20.00", "9.00 s", "1.50 s: 61.1 GB, 40.7 GB/s", "reward 0.25", "9.25 s", "5,000", "3,200",
-        "120, 131, 110.5 GiB", "0.02 apart", "75 s",
+        "120, 131, 110.5 GiB", "0.02 apart", "75 s", "",
+    ]  # fmt: skip
+    peer_steps = [{"step": step, "loss": 0.1, "memory_gib": 100.0, "at": 60.0 + 30 * step} for step in range(1, 5)]
+    peer = report.markdown([run, run | {"system": "peer", "steps": peer_steps}]).splitlines()
+    assert peer[2].strip("| ").endswith("1.50 x ms-swift")
+    assert [cell.strip() for cell in peer[3].strip("|").split("|")][1:] == [
+        "4", "ms-swift", "30.00", *[""] * 6, "100.0 GiB", "", "90 s", "",
     ]  # fmt: skip
     failed = report.markdown([run | {"error": "out of memory"}]).splitlines()[2]
     assert failed.count("|") == text.splitlines()[2].count("|")
