@@ -7,7 +7,7 @@ computed by them and in plain PyTorch, as two documents, forward and backward.
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -58,7 +58,13 @@ def _problem(
         torch.cuda.current_stream().synchronize()
 
     def compare() -> float:
-        with torch.enable_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            if device.type == "cuda":
+                from ..kernels.autotuning import parallel_compilation
+
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(parallel_compilation())
             results = zip(_results_of(run, parts, small), _results_of(plain, parts, small), strict=True)
             return max(_distance(result, expected) for result, expected in results)
 

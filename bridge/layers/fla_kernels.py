@@ -5,9 +5,9 @@ sum and keep states in fp32.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,9 +47,24 @@ def fla_kernels() -> FlaKernels:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
     from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
     from fla.ops.simple_gla import fused_chunk_simple_gla  # pyright: ignore[reportMissingImports]
+    from fla.utils import (  # pyright: ignore[reportMissingImports]
+        IS_NVIDIA_HOPPER,
+        TRITON_ABOVE_3_4_0,
+        TRITON_ABOVE_3_7_1,
+    )
 
+    # These versions of Triton compile a kernel of the gated delta rule's backward pass wrongly, and fla refuses it.
+    is_refused = IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
+    delta_rule = partial(delta_rule_by_channels, chunk_kda) if is_refused else chunk_gated_delta_rule
     # `chunk_simple_gla` keeps the states of all chunks, and waits for the device to learn how many there are.
-    return FlaKernels(causal_conv1d, chunk_gated_delta_rule, chunk_kda, fused_chunk_simple_gla)
+    return FlaKernels(causal_conv1d, delta_rule, chunk_kda, fused_chunk_simple_gla)
+
+
+def delta_rule_by_channels(
+    channel_delta_rule: Callable, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, **arguments: Any
+) -> Any:
+    """Compute the gated delta rule by that with a decay per channel: g [1, tokens, heads] is each channel's."""
+    return channel_delta_rule(q, k, v, g=g.unsqueeze(-1).expand(*g.shape, k.shape[-1]).contiguous(), **arguments)
 
 
 def mixer_kernels(dtype: torch.dtype, *, on_gpu: bool, deterministic: bool, has_mamba_kernel: bool = False) -> str:

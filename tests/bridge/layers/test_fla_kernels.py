@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megaswift.bridge.layers.delta_rule import make_delta_layout
-from megaswift.bridge.layers.fla_kernels import FlaKernels, fla_kernels
+from megaswift.bridge.layers.fla_kernels import FlaKernels, delta_rule_by_channels, fla_kernels
 
 from tests.bridge.layers.linear_attention import KERNEL, cases
 
@@ -68,17 +68,22 @@ def delta_rule(q, k, v, *, g, beta, use_qk_l2norm_in_kernel, cu_seqlens, cu_seql
 
 
 def channel_delta_rule(
-    q, k, v, *, g, beta, A_log, dt_bias, use_gate_in_kernel, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu
+    q, k, v, *, g, beta, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu, use_gate_in_kernel=False, **gate
 ):
-    assert use_gate_in_kernel
     assert use_qk_l2norm_in_kernel
-    heads, dim = g.shape[2:]
-    assert A_log.shape == (heads,)
-    assert dt_bias.shape == (heads * dim,)
+    assert g.shape == (*v.shape[:3], k.shape[-1])
+    copies = v.shape[2] // k.shape[2]
+    if use_gate_in_kernel:
+        shape = g.shape[2:]
+        assert gate["A_log"].shape == shape[:1]
+        assert gate["dt_bias"].shape == (shape.numel(),)
+        g = -gate["A_log"].exp().view(-1, 1) * F.softplus(g + gate["dt_bias"].view(shape))
+    else:
+        assert not gate
 
     def compute(q, k, v, g, beta):
-        q, k = (normalized(x) for x in (q, k))
-        return recurrence(q, k, v, -A_log.exp().view(heads, 1) * F.softplus(g + dt_bias.view(heads, dim)), beta)
+        q, k = (normalized(x).repeat_interleave(copies, dim=2) for x in (q, k))
+        return recurrence(q, k, v, g, beta)
 
     return by_document(compute, cu_seqlens, cu_seqlens_cpu, q, k, v, g, beta)
 
@@ -95,6 +100,7 @@ def decayed_attention(q, k, v, *, g=None, g_gamma=None, scale, cu_seqlens):
 
 
 STANDINS = FlaKernels(conv, delta_rule, channel_delta_rule, decayed_attention)
+BY_CHANNELS = STANDINS._replace(delta_rule=partial(delta_rule_by_channels, channel_delta_rule))
 
 
 def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -114,15 +120,15 @@ def results(run, inputs: list[torch.Tensor], layout) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(("name", "kernels"), [*((name, STANDINS) for name in TINY), ("gated delta net", BY_CHANNELS)])
 @pytest.mark.parametrize(("bounds", "rows"), PACKS)
-def test_what_goes_to_the_kernels_is_what_they_take(name, bounds, rows):
+def test_what_goes_to_the_kernels_is_what_they_take(name, kernels, bounds, rows):
     """By the arguments of fla's functions, computed by recurrences: the layer's two ways agree."""
     torch.manual_seed(3)
     layer, inputs = TINY[name].layer, TINY[name].inputs(bounds[-1] * rows, torch.float32)
     layout = make_delta_layout(bounds, rows, 1, KERNEL, CPU)
     expected = results(layer._run_torch, inputs, layout)
-    fused = results(partial(layer._run_fla, STANDINS), inputs, layout)
+    fused = results(partial(layer._run_fla, kernels), inputs, layout)
     assert max(map(relative, fused, expected)) < 1e-5
 
 
