@@ -15,7 +15,7 @@ PACKS = "--packing true --packing_length 4096"
 REWARD = "--reward_funcs coin --beta 0"
 ANSWERS = "--num_generations 8 --max_completion_length 512 --temperature 1"
 GRPO = Rlhf("grpo", 256, 512, f"{REWARD} {ANSWERS} --vllm_max_model_len 1536", PACKS)
-GRPO_SHORT = Rlhf("grpo", 32, 512, f"--reward_funcs coin --beta 0.04 {ANSWERS} --vllm_max_model_len 1024", PACKS)
+GRPO_SHORT = Rlhf("grpo", 32, 512, f"--reward_funcs coin --beta 0.04 {ANSWERS} --vllm_max_model_len 1536", PACKS)
 COLOCATED = "--use_vllm true --vllm_mode colocate"
 # Memory for vLLM and for training at once, on GPUs of 140 GB: nothing has to move between them.
 PEER_COLOCATED = "--micro_batch_size 8 --vllm_gpu_memory_utilization 0.35 --sleep_level 0"

@@ -309,8 +309,18 @@ def text_shapes(config: dict[str, Any]) -> dict[str, Shape]:
     return tensors
 
 
+def initial_value(name: str, model_type: str) -> float:
+    """Return the value of a norm, a bias, or a decay of linear attention: A_log and its dt_bias."""
+    if model_type == "qwen3_5_moe_text":
+        if name.endswith(("A_log", "dt_bias")):
+            return 1.0
+        if name.endswith("norm.weight") and "linear_attn" not in name:
+            return 0.0  # the model adds one
+    return float(name.endswith("weight"))
+
+
 def write_weights(folder: Path, config: dict[str, Any]) -> None:
-    """Write config.json and initial weights: matrices scaled by initializer_range, norms of ones, biases of zeros."""
+    """Write config.json and initial weights: matrices scaled by initializer_range, vectors by `initial_value`."""
     import torch
     from safetensors.torch import save_file
 
@@ -332,7 +342,7 @@ def write_weights(folder: Path, config: dict[str, Any]) -> None:
 
         def init_tensor(name: str, shape: Shape) -> torch.Tensor:
             if len(shape) == 1:
-                return torch.full(shape, float(name.endswith("weight")), dtype=dtype)
+                return torch.full(shape, initial_value(name, config["model_type"]), dtype=dtype)
             normal = torch.randn(shape, generator=generator, device=device, dtype=dtype)
             return (normal * scale).cpu()
 
