@@ -1,8 +1,9 @@
-"""MoE layer whose token dispatcher uses the fused permutation kernels of kernels/permute.py."""
+"""MoE layer whose token dispatchers use our kernels: kernels/exchange.py between GPUs of a host, else permute.py."""
 
 from copy import copy
 from typing import cast
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
@@ -10,7 +11,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from .router import Router
 
 
 class ExpertLayer(MoELayer):
-    """megatron-core's MoE layer, with the dispatcher below if `config.fuses_permutation`.
+    """megatron-core's MoE layer, with a dispatcher of ours if `config.fuses_permutation`.
 
     With `Architecture.expert_latent` the routed experts work on a projection of the input, and the sum of their outputs
     is projected back (LatentMoE of Nemotron 3). megatron-core has this with Transformer Engine only.
@@ -28,15 +29,25 @@ class ExpertLayer(MoELayer):
     def __init__(self, config: TransformerConfig, *args, pg_collection: ProcessGroupCollection | None = None, **kwargs):
         groups = pg_collection or get_default_pg_collection()
         super().__init__(config, *args, pg_collection=groups, **kwargs)
+        self.reads_peers = False  # tokens reach their experts through memory that the GPUs share
         if config.fuses_permutation:  # type: ignore[attr-defined]
             cast(Router, self.router).is_compact = True
-            self.token_dispatcher = Dispatcher(self.num_local_experts, self.local_expert_indices, config, groups)
+            self.token_dispatcher = self._dispatcher(config, groups)
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if size := config.architecture.expert_latent:  # type: ignore[attr-defined]
             self.fc1_latent_proj = ReplicatedLinear(config, config.hidden_size, size)
             self.fc2_latent_proj = ReplicatedLinear(config, size, config.hidden_size)
+
+    def _dispatcher(self, config: TransformerConfig, groups: ProcessGroupCollection) -> MoETokenDispatcher:
+        if groups.ep.size() > 1 and groups.expt_tp.size() == 1 and torch.cuda.is_available():
+            from .peer_exchange import PeerDispatcher, exchange_of
+
+            if exchange := exchange_of(groups.ep):
+                self.reads_peers = True
+                return PeerDispatcher(exchange, self.num_local_experts, config, groups)
+        return Dispatcher(self.num_local_experts, self.local_expert_indices, config, groups)
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         if self.fc1_latent_proj is not None:

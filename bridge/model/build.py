@@ -18,6 +18,7 @@ from .. import patches, runtime
 from ..families import family_of
 from ..layers.activation_offload import offload_activations
 from ..layers.embedding import AccumulatingEmbedding
+from ..layers.moe import ExpertLayer
 from ..layers.mtp import MtpBlock
 from ..layers.pooling import ScoreHead
 from ..layers.rope import make_rotary_rule
@@ -66,6 +67,8 @@ def build_model(
     config.separates_norms = adapters  # type: ignore[attr-defined]
     stages = virtual_pipeline_size(options)
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, ExpertLayer)]
+    kernels = replace(kernels, reads_peers=any(layer.reads_peers for layer in layers))
     if options.cpu_offloading:
         offload_activations(chunks, options.cpu_offloading_num_layers)
     ropes = tuple(make_rotary_rule(rope, runtime.device()) for rope in architecture.ropes)

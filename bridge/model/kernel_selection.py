@@ -33,6 +33,7 @@ class Kernels:
     permutation: str | None = None  # token permutation: "own", "transformer_engine" or "plain"
     fp8: str | None = None  # format and recipe; None: no FP8
     mixers: tuple[tuple[str, str], ...] = ()  # for each kind of mixer but attention, its noun and its `mixer_kernels`
+    reads_peers: bool = False  # GPUs read their experts' tokens from each other's memory; known of a built model
     selected_keys: int | None = None  # keys that a lightning indexer selects for a query; None: there is no indexer
 
     @property
@@ -77,7 +78,8 @@ class Kernels:
         if self.dispatcher is None:
             return text
         permutation = {"own": "fused", "transformer_engine": "Transformer Engine's", "plain": "plain", None: "no"}
-        return f"{text}; experts: {self.dispatcher} dispatcher, {permutation[self.permutation]} permutation"
+        dispatcher = "peer memory" if self.reads_peers else self.dispatcher
+        return f"{text}; experts: {dispatcher} dispatcher, {permutation[self.permutation]} permutation"
 
 
 def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: torch.dtype) -> Kernels:
