@@ -40,8 +40,9 @@ def _fix_recompute_without_fp8() -> None:
 
 
 def _remove_stale_lock_of_recompute() -> None:
-    # CheckpointWithoutOutput compiles a function at its first use. torch's lock for that is a file, which stays where
-    # the process is killed, and all later processes wait for its end without a limit.
+    # CheckpointWithoutOutput compiles a function at its first use. Before 2.14 torch's lock for that is a file, which
+    # stays where the process is killed, and all later processes wait for its end without a limit. From then on its file
+    # always stays, and locks nothing by being there.
     from megatron.core.tensor_parallel import random
 
     build: Callable[[], Callable] | None = getattr(random, "_get_share_storage", None)
@@ -51,9 +52,11 @@ def _remove_stale_lock_of_recompute() -> None:
     def get_share_storage() -> Callable:
         if random._share_storage_ext is not None:
             return build()
-        from torch.utils.cpp_extension import _get_build_directory
+        from torch.utils import cpp_extension
 
-        folder = Path(_get_build_directory("share_storage_ext", verbose=False))
+        if not hasattr(cpp_extension, "FileBaton"):
+            return build()
+        folder = Path(cpp_extension._get_build_directory("share_storage_ext", verbose=False))
         with (folder / "megaswift.lock").open("w") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)  # ends with the process
             remove_stale_lock(folder / "lock")

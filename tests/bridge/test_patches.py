@@ -42,10 +42,11 @@ def test_a_lock_of_a_killed_build_is_removed(is_in_use, tmp_path, monkeypatch):
 
     patches.apply_patches()
     from megatron.core.tensor_parallel import random
-    from torch.utils.cpp_extension import _get_build_directory
+    from torch.utils import cpp_extension
 
+    monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)  # torch before 2.14
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    lock = Path(_get_build_directory("share_storage_ext", verbose=False)) / "lock"
+    lock = Path(cpp_extension._get_build_directory("share_storage_ext", verbose=False)) / "lock"
     lock.touch()
     if not is_in_use:
         os.utime(lock, (0, 0))
@@ -63,3 +64,24 @@ def test_a_lock_of_a_killed_build_is_removed(is_in_use, tmp_path, monkeypatch):
     assert random._get_share_storage() == "function"
     assert seen == [False]
     assert not is_in_use or time.time() - begin > 0.9
+
+
+def test_a_lock_whose_file_stays_is_not_waited_for(tmp_path, monkeypatch):
+    from megaswift.bridge import patches
+
+    patches.apply_patches()
+    from megatron.core.tensor_parallel import random
+    from torch.utils import cpp_extension
+
+    assert hasattr(cpp_extension, "FileBaton") != hasattr(cpp_extension, "FileLock")
+    monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)  # torch 2.14 and later
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = Path(cpp_extension._get_build_directory("share_storage_ext", verbose=False)) / "lock"
+    lock.touch()
+    monkeypatch.setattr(patches, "LONGEST_BUILD", 10)
+    monkeypatch.setattr(random, "load_inline", lambda **_: SimpleNamespace(share_storage="function"))
+    monkeypatch.setattr(random, "_share_storage_ext", None)
+    begin = time.time()
+    assert random._get_share_storage() == "function"
+    assert time.time() - begin < 5
+    assert lock.exists()
