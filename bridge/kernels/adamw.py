@@ -3,6 +3,8 @@
 The kernels read the tensors' addresses from a table, so that hundreds of tensors need one launch. An update reads and
 writes each number once: 30 bytes per parameter, including its copy in half precision.
 """
+# Calls of kernels:
+# pyright: reportArgumentType=false
 
 from collections.abc import Sequence
 
@@ -136,7 +138,7 @@ def _squares(rows, places, parts, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tensor(cell, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    address = tl.load(cell).to(tl.pointer_type(dtype))  # pyright: ignore[reportArgumentType]
+    address = tl.load(cell).to(tl.pointer_type(dtype))
     if ALIGNED:
         address = tl.multiple_of(address, 16)
     return address

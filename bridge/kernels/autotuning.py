@@ -27,7 +27,7 @@ def parallel_compilation() -> Iterator[None]:
         return measure(tuner, *args, **kwargs)
 
     with ThreadPoolExecutor(_threads()) as pool:
-        Autotuner.run = run
+        Autotuner.run = run  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
         finally:

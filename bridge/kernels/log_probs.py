@@ -4,7 +4,7 @@ The backward pass overwrites logits with their gradient. Small logits are kept f
 one more product with the output matrix and gives the same numbers.
 """
 # Calls of kernels, and functions that return in both branches of an `if` at compile time:
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from collections import deque
 from collections.abc import Callable

@@ -1,4 +1,6 @@
 """Permutation of tokens to rows sorted by expert, and back: a row map, and two kernels that are mutual adjoints."""
+# Loops at compile time:
+# pyright: reportGeneralTypeIssues=false
 
 from typing import cast
 
@@ -186,7 +188,7 @@ def _permute(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     values = tl.load(x + token * width + column, column < width)
-    for k in tl.static_range(TOPK):  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.static_range(TOPK):
         row = tl.load(row_map + token * TOPK + k).to(tl.int64)
         tl.store(rows + row * width + column, values, column < width)
     if weights is not None and tl.program_id(1) == 0:
@@ -211,7 +213,7 @@ def _unpermute(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     total = tl.zeros((PIECE,), tl.float32)
-    for k in tl.static_range(TOPK):  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.static_range(TOPK):
         row = tl.load(row_map + token * TOPK + k).to(tl.int64)
         total += tl.load(rows + row * width + column, column < width, other=0.0).to(tl.float32)
     tl.store(x + token * width + column, total.to(x.dtype.element_ty), column < width)

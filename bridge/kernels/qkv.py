@@ -5,7 +5,7 @@ few tokens of one group, and each head as planes: pairs of dimensions that rotat
 backward pass needs only the QKV tensor, so the value can be a view of it.
 """
 # Calls of kernels, and functions that return in both branches of an `if` at compile time:
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from dataclasses import dataclass
 from functools import cache

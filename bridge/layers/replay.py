@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ..mapping.local_params import decoder_layers
 from .packed_seqs import to_device
@@ -152,8 +153,7 @@ def _gather(router: ReplayedRouter, experts: Tensor) -> Tensor:
     if router.config.sequence_parallel:
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         parts = [torch.empty_like(experts) for _ in range(ranks)]
-        torch.distributed.all_gather(
-            parts, experts.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
-        )
+        group = cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+        torch.distributed.all_gather(parts, experts.contiguous(), group=group)
         experts = torch.cat(parts)
     return experts.short().cpu()

@@ -159,8 +159,9 @@ def masters_as_bf16(optimizer: "MegatronOptimizer", chunks: Sequence[nn.Module])
         parameter.bf16_copy = buffer[: parameter.numel()].zero_().view(parameter.shape)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]) if parameters else ():
         _copy_masters(part)
+    group = cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
     for parameter in parameters:
-        dist.all_reduce(parameter.bf16_copy, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(parameter.bf16_copy, group=group)
     try:
         yield
     finally:
