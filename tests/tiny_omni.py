@@ -66,7 +66,7 @@ def _token_ids(processor: Any, names: dict[str, str], suffix: str) -> dict[str, 
     return {key: processor.tokenizer.convert_tokens_to_ids(names[name]) for key, name in places.items()}
 
 
-def qwen3_omni_moe(folder: Path, seed: int = 0, head_dim: int = 16) -> Path:
+def qwen3_omni_moe(folder: Path, seed: int = 0, head_dim: int = 16, hidden_size: int = 48) -> Path:
     """Write a tiny Qwen3-Omni that speaks, with its processor, to a folder and return it."""
     from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
@@ -75,13 +75,16 @@ def qwen3_omni_moe(folder: Path, seed: int = 0, head_dim: int = 16) -> Path:
     rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": sections, "mrope_interleaved": True}
     thinker = _token_ids(processor, QWEN3_NAMES, "id") | {
         "position_id_per_seconds": 13,
-        "text_config": _text(rope) | EXPERTS | {"head_dim": head_dim},
-        "vision_config": QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1, 2]} | POSITIONS,
-        "audio_config": tiny_audio.TOWER,
+        "text_config": _text(rope) | EXPERTS | {"head_dim": head_dim, "hidden_size": hidden_size},
+        "vision_config": QWEN3_TOWER
+        | {"deepstack_visual_indexes": [0, 1, 2], "out_hidden_size": hidden_size}
+        | POSITIONS,
+        "audio_config": tiny_audio.TOWER | {"output_dim": hidden_size},
     }
     talker = {
         "text_config": SPEAKING | EXPERTS | {"shared_expert_intermediate_size": 14},
-        "code_predictor_config": SPEAKING, "thinker_hidden_size": 48, "num_code_groups": 2, "spatial_merge_size": 2,
+        "code_predictor_config": SPEAKING, "thinker_hidden_size": hidden_size, "num_code_groups": 2,
+        "spatial_merge_size": 2,
     }  # fmt: skip
     wave = {
         "codebook_size": 9, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "decoder_dim": 16,

@@ -37,8 +37,8 @@ def hear(model_type: str) -> None:
 def _accept_spectrograms() -> None:
     """Have the processors of audios take a text whose audios are spectrograms already.
 
-    vLLM 0.26 gives them a sample text with a placeholder for each, and they look for its length. The placeholders of
-    the prompt are expanded elsewhere.
+    vLLM gives them a sample text with a placeholder for each, and they look for its length. The placeholders of the
+    prompt are expanded elsewhere. Qwen3-ASR's is asked only for sounds since vLLM 0.32.
     """
     from transformers import Qwen2_5OmniProcessor, Qwen3OmniMoeProcessor
     from vllm.model_executor.models.qwen2_5_omni_thinker import (  # pyright: ignore[reportMissingImports]
@@ -47,16 +47,28 @@ def _accept_spectrograms() -> None:
     from vllm.model_executor.models.qwen3_omni_moe_thinker import (  # pyright: ignore[reportMissingImports]
         Qwen3OmniMoeThinkerProcessingInfo,
     )
-    from vllm.transformers_utils.processors.qwen3_asr import (  # pyright: ignore[reportMissingImports]
-        Qwen3ASRProcessor,
-    )
 
-    for processor in (Qwen3ASRProcessor, Qwen2_5OmniProcessor, Qwen3OmniMoeProcessor):
+    processors: list[Any] = [Qwen2_5OmniProcessor, Qwen3OmniMoeProcessor]
+    if _is_before("0.32"):
+        from vllm.transformers_utils.processors.qwen3_asr import (  # pyright: ignore[reportMissingImports]
+            Qwen3ASRProcessor,
+        )
+
+        processors.append(Qwen3ASRProcessor)
+        # Its Qwen3-Omni parses media as Qwen2-Audio, which takes features in place of spectrograms.
+        Qwen3OmniMoeThinkerProcessingInfo.get_data_parser = Qwen2_5OmniThinkerProcessingInfo.get_data_parser
+    for processor in processors:
         expand = processor.replace_multimodal_special_tokens
         if not getattr(expand, "takes_spectrograms", False):
             processor.replace_multimodal_special_tokens = _with_unknown_lengths(expand)
-    # vLLM 0.26's Qwen3-Omni parses media as Qwen2-Audio, which takes features in place of spectrograms.
-    Qwen3OmniMoeThinkerProcessingInfo.get_data_parser = Qwen2_5OmniThinkerProcessingInfo.get_data_parser
+
+
+def _is_before(release: str) -> bool:
+    """Return whether the installed vLLM is older than a release."""
+    import vllm  # pyright: ignore[reportMissingImports]
+    from packaging.version import Version
+
+    return Version(vllm.__version__).release < Version(release).release
 
 
 def _with_unknown_lengths(expand: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -71,13 +83,14 @@ def _with_unknown_lengths(expand: Callable[..., list[str]]) -> Callable[..., lis
 
 def _mend_models() -> None:
     _encode_short_audios()
-    _place_media()
+    if _is_before("0.32"):
+        _place_media()
 
 
 def _place_media() -> None:
     """Have vLLM's Qwen3-Omni give the tokens of a medium the positions of transformers.
 
-    vLLM 0.26's takes the first of them for the token that encloses them, so that each has the position of another.
+    Before 0.32 it takes the first of them for the token that encloses them, so that each has the position of another.
     """
     from vllm.model_executor.models.qwen3_omni_moe_thinker import (  # pyright: ignore[reportMissingImports]
         Qwen3OmniMoeThinkerForConditionalGeneration,
@@ -98,7 +111,7 @@ def _place_media() -> None:
 def _encode_short_audios() -> None:
     """Have vLLM's audio tower encode audios below a second as transformers does, and as training.
 
-    vLLM 0.26's pads chunks to the longest that it encodes together, so that features depend on what is beside them.
+    vLLM's pads chunks to the longest that it encodes together, so that features depend on what is beside them.
     """
     from vllm.model_executor.models.qwen3_omni_moe_thinker import (  # pyright: ignore[reportMissingImports]
         Qwen3OmniMoeAudioEncoder,

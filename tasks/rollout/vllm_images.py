@@ -1,6 +1,6 @@
 """Images, videos and audios of prompts in vLLM: its arguments, and a request's prompt."""
 
-from collections.abc import Mapping
+import inspect
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -86,27 +86,33 @@ def image_arguments(
 def _limit_tiles() -> None:
     """Have vLLM count the tiles of Llama 4's images within the limits of a request.
 
-    vLLM 0.26 counts them within those of the checkpoint, and cuts images within those of the request.
+    vLLM counts them within those of the checkpoint, and cuts images within those of the request.
     """
     from vllm.model_executor.models.mllama4 import (  # pyright: ignore[reportMissingImports]
         Mllama4MultiModalProcessor,
         Mllama4ProcessingInfo,
     )
 
-    process, most_tiles = Mllama4MultiModalProcessor._call_hf_processor, Mllama4ProcessingInfo.get_max_num_tiles
+    # The method that counts, and its argument with the limits of a request.
+    method, settings = "_call_hf_processor", "mm_kwargs"
+    if "_postprocess_hf_mm_data" in vars(Mllama4MultiModalProcessor):  # newer than vLLM 0.26
+        method, settings = "_postprocess_hf_mm_data", "hf_processor_mm_kwargs"
+    process, most_tiles = getattr(Mllama4MultiModalProcessor, method), Mllama4ProcessingInfo.get_max_num_tiles
     if getattr(process, "limits_tiles", False):
         return
     limit: ContextVar[int | None] = ContextVar("limit", default=None)
+    signature = inspect.signature(process)
 
-    def process_within(self: Any, prompt: str, mm_data: Any, mm_kwargs: Mapping[str, Any], tok_kwargs: Any) -> Any:
-        token = limit.set(mm_kwargs.get("max_patches"))
+    def process_within(*arguments: Any, **named_arguments: Any) -> Any:
+        limits = signature.bind(*arguments, **named_arguments).arguments[settings]
+        token = limit.set(limits.get("max_patches"))
         try:
-            return process(self, prompt, mm_data, mm_kwargs, tok_kwargs)
+            return process(*arguments, **named_arguments)
         finally:
             limit.reset(token)
 
     process_within.limits_tiles = True  # pyright: ignore[reportFunctionMemberAccess]
-    Mllama4MultiModalProcessor._call_hf_processor = process_within
+    setattr(Mllama4MultiModalProcessor, method, process_within)
     Mllama4ProcessingInfo.get_max_num_tiles = lambda self: limit.get() or most_tiles(self)
 
 

@@ -27,9 +27,9 @@ def llama4(folder: Path) -> None:
     widen(folder)
 
 
-# With heads that vLLM's attention takes, and seeds whose answers differ.
+# With heads that vLLM's attention takes, a width that its experts take, and seeds whose answers differ.
 MODELS: dict[str, Callable[[Path], Any]] = {
-    "qwen3_omni_moe": lambda folder: tiny_omni.qwen3_omni_moe(folder, seed=2, head_dim=32),
+    "qwen3_omni_moe": lambda folder: tiny_omni.qwen3_omni_moe(folder, seed=2, head_dim=32, hidden_size=64),
     "qwen2_5_omni": lambda folder: tiny_omni.qwen2_5_omni(folder, seed=2, head_dim=32),
     "llama4": llama4,
 }
