@@ -39,7 +39,7 @@ from .vllm_adapter import (
     names_mapper,
     unsharded_adapter_tensors,
 )
-from .vllm_heads import repack_heads
+from .vllm_cpu_kernels import repack_experts, repack_heads
 from .vllm_images import PromptWriter, image_arguments
 from .vllm_kwargs import engine_kwargs, set_cpu_defaults
 from .weight_sync import checksum
@@ -125,6 +125,7 @@ class VllmEngine:
                 logprobs_mode="raw_logprobs",  # see _set_temperature
                 **engine_kwargs(options.vllm_engine_kwargs),
             )
+        _keep_process_groups(self.llm)
         if experts:
             check_experts(*self.llm.apply_model(monolithic_moe_kernel))
         (self._scale,) = self.llm.apply_model(scale_of)
@@ -157,10 +158,12 @@ class VllmEngine:
         if self._has_adapter:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
             self.llm.apply_model(lambda model: load_adapter(model, tensors))
-        elif self.layout is None and self.layout_problem is None:
-            self._trace(weights)
         else:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+            self.llm.apply_model(repack_experts)
+            if self.layout is None and self.layout_problem is None:
+                self._trace(weights)
+            else:
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.llm.apply_model(repack_heads)
         self._reset_caches()
 
@@ -232,6 +235,16 @@ class VllmEngine:
         if temperature != self._temperature:
             self.llm.apply_model(lambda model: set_scale(model, self._scale / temperature))
             self._temperature = temperature
+
+
+def _keep_process_groups(llm: VllmObject) -> None:
+    """Keep vLLM from shutting down by itself, since that destroys the trainer's process groups too.
+
+    vLLM 0.32 and later do so once their object is collected, and at the end of the process.
+    """
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
 
 
 def _bytes_asleep() -> int:

@@ -30,8 +30,8 @@ from ...bridge.checkpoint.strided_copy import LayoutWriter, WeightLayout
 from ...templates.json_types import Json, JsonObject
 from .process_group import WeightGroup, gpu_name
 from .vllm_adapter import VllmObject, has_adapters, load_adapter
+from .vllm_cpu_kernels import repack_experts, repack_heads
 from .vllm_engine import monolithic_moe_kernel, quiet_vllm, scale_of, set_scale, unsharded_tensors
-from .vllm_heads import repack_heads
 from .vllm_layout import LayoutError, LoaderTrace
 from .weight_buckets import MemoryHandle, attach, parse_entry, unpack_tensors
 from .weight_sync import checksum
@@ -93,6 +93,7 @@ class BucketTransferEngine(WeightTransferEngine):
             return
         if self._is_traceable:
             self._trace = LoaderTrace(self.model)
+        repack_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
