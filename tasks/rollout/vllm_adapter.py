@@ -82,5 +82,6 @@ def unsharded_adapter_tensors(model: VllmObject, names: Sequence[str]) -> Iterat
 def names_mapper(model: VllmObject) -> VllmObject:
     """Return vLLM's mapper from Hugging Face names to its own, without fusing of projections."""
     mapper: VllmObject = getattr(model, "hf_to_vllm_mapper", None)
-    # Before it had this method, vLLM's mapper did not fuse.
-    return mapper.get_unstacked_mapper() if hasattr(mapper, "get_unstacked_mapper") else mapper
+    # The method's name is the second one in vLLM 0.26, the first one in 0.32. Before it was there nothing was fused.
+    unfused = getattr(mapper, "get_rename_mapper", None) or getattr(mapper, "get_unstacked_mapper", None)
+    return unfused() if unfused is not None else mapper
