@@ -22,8 +22,8 @@ SCORED = 0.69  # share of a chat's tokens that are trained on, which alone pass 
 BANDWIDTH = 0.8  # share of the memory's bandwidth that kernels reach
 UPDATE_BANDWIDTH = 0.69  # share of it that the optimizer's step reaches
 ROUTED_PASSES = 3.0  # how often what experts take and compute of a token is written or read beside products
-# Shares of the links that all-gathers and reduce-scatters reach, and all-to-alls with their waits.
-GATHERING, ALL_TO_ALL = 0.31, 0.167
+# Shares of the links: of all-gathers and reduce-scatters, of all-to-alls with their waits, of reads of peers' memory.
+GATHERING, ALL_TO_ALL, PEER_READS = 0.31, 0.167, 0.39
 NETWORK = 40e9  # bytes a second of a GPU between nodes
 # Bytes a second of a GPU, in each direction at once, of optimizer states on the host: one GPU of a node, and all of it.
 PCIE, SHARED_PCIE = 48e9, 34e9
@@ -36,7 +36,8 @@ LORA_OVERHEAD, LORA_EXPERTS = 1.2, 2.1  # adapters add small products, above all
 HOST_LAYER, HOST_EXCHANGE = 3.5e-3, 0.25e-3
 # The first for experts with adapters on several ranks: the host waits for the rows' number, and then launches many
 # small kernels. By Qwen3-30B-A3B with EP2.
-HOST_ADAPTED_EXPERTS = 12.5e-3
+HOST_ADAPTED_EXPERTS = 9e-3
+COUNTING = 1.2e-3  # seconds without work for the GPU while the host learns how many rows a layer's experts got
 
 
 @dataclass(frozen=True)
@@ -221,14 +222,20 @@ def _tensor_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> floa
 
 
 def _expert_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
-    """Return the seconds of two all-to-alls forward and two backward of each layer, in part between nodes."""
+    """Return the seconds of two exchanges forward and two backward of each layer.
+
+    Within a node a token goes once to each GPU that has experts of it; otherwise once to each of its experts.
+    """
     if layout.expert == 1:
         return 0.0
-    copies = work.config.moe_router_topk * _hidden_bytes(work, layout) / layout.tensor
-    times = 6 if layout.recompute == "full" else 4
-    near = min(layout.expert, machine.per_node)  # ranks of experts in a node
-    seconds = (near - 1) / (ALL_TO_ALL * machine.link), (layout.expert - near) / NETWORK
-    return times * copies / layout.expert * max(seconds)
+    chosen = work.config.moe_router_topk
+    states = (6 if layout.recompute == "full" else 4) * _hidden_bytes(work, layout) / layout.tensor
+    if layout.expert <= machine.per_node:
+        share = 1 - (1 - 1 / layout.expert) ** chosen  # of the tokens, with experts of one GPU
+        waits = work.config.num_layers * COUNTING
+        return states * share * (layout.expert - 1) / (PEER_READS * machine.link) + waits
+    near = (machine.per_node - 1) / (ALL_TO_ALL * machine.link)
+    return states * chosen / layout.expert * max(near, (layout.expert - machine.per_node) / NETWORK)
 
 
 def _context_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
