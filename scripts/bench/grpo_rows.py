@@ -18,7 +18,7 @@ GRPO = Rlhf("grpo", 256, 512, f"{REWARD} {ANSWERS} --vllm_max_model_len 1536", P
 GRPO_SHORT = Rlhf("grpo", 32, 512, f"--reward_funcs coin --beta 0.04 {ANSWERS} --vllm_max_model_len 1536", PACKS)
 COLOCATED = "--use_vllm true --vllm_mode colocate"
 # Memory for vLLM and for training at once, on GPUs of 140 GB: nothing has to move between them.
-PEER_COLOCATED = "--micro_batch_size 8 --vllm_gpu_memory_utilization 0.35 --sleep_level 0"
+PEER_COLOCATED = "--micro_batch_size 4 --vllm_gpu_memory_utilization 0.35 --sleep_level 0"
 
 GRPO_ROWS = {
     # 8 prompts with 8 answers each, and the log-probabilities of a reference.
