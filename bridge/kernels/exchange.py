@@ -397,7 +397,7 @@ def _stage_sums(
     PADDED: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    block = tl.program_id(0) % (RANKS - 1)  # of this rank's region: the other ranks in order
+    block = tl.program_id(0) % (RANKS - 1)  # block of this rank's region: the other ranks in order
     source = block + (block >= rank).to(tl.int32)
     token = (tl.program_id(0) // (RANKS - 1)).to(tl.int64)
     slot = tl.arange(0, PADDED)

@@ -139,7 +139,7 @@ class PeerExchange:
     def __init__(self, memory: PeerMemory, device: torch.device):
         self.memory, self.device = memory, device
         self.size, self.turn = 0, 0  # bytes of half the memory; half in use
-        self.addresses: list[Tensor] = []  # of either half: int64 [ranks]
+        self.addresses: list[Tensor] = []  # for each half: int64 [ranks]
         self.summary = torch.empty(2, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def dispatch(
@@ -222,7 +222,9 @@ class PeerExchange:
         return copied.synchronize
 
 
-_exchanges: dict[str, tuple[dist.ProcessGroup, PeerExchange | None]] = {}  # by group name, which later groups may reuse
+_exchanges: dict[
+    str, tuple[dist.ProcessGroup, PeerExchange | None]
+] = {}  # keyed by group name, which later groups may reuse
 
 
 def exchange_of(group: dist.ProcessGroup) -> PeerExchange | None:
@@ -287,7 +289,7 @@ class PeerDispatcher(MoETokenDispatcher):
         """Return the rows of this rank's experts, sorted by expert, and their weights."""
         if self.shared_experts is not None:
             self.shared_experts.wait_current_stream()
-        rows = probs.numel() if self.last_rows is None else self.last_rows  # of experts with equal numbers of tokens
+        rows = probs.numel() if self.last_rows is None else self.last_rows  # as if experts had equal numbers of tokens
         expected = -(-int(rows * (1 + SPARE_ROWS)) // ROWS_GRANULE) * ROWS_GRANULE
         outputs = _Dispatch.apply(hidden_states, probs, self.experts, self.exchange, self.local_experts, expected)
         rows, weights, self.placement = cast(tuple[Tensor, Tensor, RowPlacement], outputs)

@@ -231,7 +231,7 @@ def _expert_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> floa
     chosen = work.config.moe_router_topk
     states = (6 if layout.recompute == "full" else 4) * _hidden_bytes(work, layout) / layout.tensor
     if layout.expert <= machine.per_node:
-        share = 1 - (1 - 1 / layout.expert) ** chosen  # of the tokens, with experts of one GPU
+        share = 1 - (1 - 1 / layout.expert) ** chosen  # share of the tokens that have experts on a given GPU
         waits = work.config.num_layers * COUNTING
         return states * share * (layout.expert - 1) / (PEER_READS * machine.link) + waits
     near = (machine.per_node - 1) / (ALL_TO_ALL * machine.link)

@@ -109,7 +109,7 @@ def on_ranks(ranks: int, device: str, work: Callable[[int, Any], Any]) -> list[A
 def inputs(tokens, experts, topk, width, dtype, device, seed=0, *, repeats=True) -> list[tuple[torch.Tensor, ...]]:
     """Each rank's tokens, experts and weights; the last expert has no token, and every 7th token a single expert."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    by_rank = []
     for number in tokens:
         scores = torch.rand(number, experts, generator=generator)
         scores[:, -1] = -1.0
@@ -117,8 +117,8 @@ def inputs(tokens, experts, topk, width, dtype, device, seed=0, *, repeats=True)
         if repeats:
             chosen[::7] = chosen[::7, :1]
         x = torch.randn(number, width, generator=generator).to(dtype)
-        found.append(tuple(part.to(device) for part in (x, chosen, torch.rand(number, topk, generator=generator))))
-    return found
+        by_rank.append(tuple(part.to(device) for part in (x, chosen, torch.rand(number, topk, generator=generator))))
+    return by_rank
 
 
 def whole(ranks: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:

@@ -79,7 +79,7 @@ def main(path: Path) -> None:
     size = int(os.environ["WORLD_SIZE"])
     initialize(BuildOptions(expert_model_parallel_size=size), seed=1)
     ours, reference = dispatchers(size)
-    rank, found = dist.get_rank(), {}
+    rank, results = dist.get_rank(), {}
     for name, tokens in CASES.items():
         for dtype in (torch.float32, torch.bfloat16):
             arguments = tokens[rank % 2], dtype, rank, EXPERTS // size
@@ -88,9 +88,9 @@ def main(path: Path) -> None:
             gathered: list[dict[str, float]] = [{}] * size
             dist.all_gather_object(gathered, distances)
             kind = str(dtype).removeprefix("torch.")
-            found[f"{name} {kind}"] = {what: max(one[what] for one in gathered) for what in distances}
+            results[f"{name} {kind}"] = {what: max(one[what] for one in gathered) for what in distances}
     if rank == 0:
-        path.write_text(json.dumps(found, indent=1))
+        path.write_text(json.dumps(results, indent=1))
     destroy()
 
 
