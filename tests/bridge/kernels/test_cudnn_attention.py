@@ -38,10 +38,13 @@ def plain(query, key, value, ends, mask: Mask, scale: float):
     return torch.cat(outputs)
 
 
+MASKS = {"causal": Mask(True), "window": Mask(True, 100), "full": Mask(False)}
+CASES = [(kind, dim, groups) for kind in MASKS for dim in (64, 72, 128) for groups in (2, 8)]
+CASES += [("causal", 256, groups) for groups in (1, 2, 8)]  # Qwen3-Next and Qwen3.5 have 8 query heads per key head
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("groups", [2, 8])
-@pytest.mark.parametrize("dim", [64, 72, 128])
-@pytest.mark.parametrize("mask", [Mask(True), Mask(True, 100), Mask(False)], ids=["causal", "window", "full"])
+@pytest.mark.parametrize(("mask", "dim", "groups"), [(MASKS[kind], *sizes) for kind, *sizes in CASES])
 def test_cudnn_attention(mask: Mask, dim: int, groups: int) -> None:
     engine = pytest.importorskip("transformer_engine.pytorch")
     ends = [0, 300, 310, 1024]
