@@ -65,7 +65,8 @@ def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: floa
             system, row, model, data, folder / "out", gpus=gpus, steps=steps + 5, site=arguments.peer_site,
             flags=flags if is_traced else arguments.flags,
         )  # fmt: skip
-        result["command"] = shlex.join(["python", *argv[1:]])  # without a path of this machine
+        line = shlex.join(["python", *argv[1:]])
+        result["command"] = line.replace(f"{Path(__file__).parents[2]}/", "")  # without a path of this machine
         print(f"== {name}, {system}: {result['command']}", flush=True)
         caches.mkdir(parents=True, exist_ok=True)
         result["steps"], result["error"] = measure(
