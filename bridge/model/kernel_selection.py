@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from .. import runtime
+from .. import cudnn_library, runtime
 from ..kernels import flash_attention, usable
 from ..layers.fla_kernels import mixer_kernels
 from ..mapping import fp8
@@ -35,17 +35,23 @@ class Kernels:
     mixers: tuple[tuple[str, str], ...] = ()  # for each kind of mixer but attention, its noun and its `mixer_kernels`
     reads_peers: bool = False  # GPUs read their experts' tokens from each other's memory; known of a built model
     selected_keys: int | None = None  # keys that a lightning indexer selects for a query; None: there is no indexer
+    cudnn_fault: str | None = None  # the reason for which Transformer Engine's attention is not used
 
     @property
     def warnings(self) -> list[str]:
-        """Return a line per package whose absence makes this model slow, with its cure."""
-        missing = [noun for noun, kernels in self.mixers if kernels == "missing"]
-        if not missing:
-            return []
-        return [
-            f"warning: flash-linear-attention is not installed: this model's {' and '.join(missing)} run in plain "
-            "PyTorch, much slower than by its kernels. Install it: pip install flash-linear-attention"
-        ]
+        """Return a line per package that is missing or wrong and makes this model slow, with its cure."""
+        lines = []
+        if self.cudnn_fault:
+            lines.append(
+                f"warning: Transformer Engine is not used: {self.cudnn_fault}. Take the folder of the other cuDNN out "
+                "of LD_LIBRARY_PATH, or install PyTorch's: pip install nvidia-cudnn-cu13 (cu12 for CUDA 12)"
+            )
+        if missing := [noun for noun, kernels in self.mixers if kernels == "missing"]:
+            lines.append(
+                f"warning: flash-linear-attention is not installed: this model's {' and '.join(missing)} run in plain "
+                "PyTorch, much slower than by its kernels. Install it: pip install flash-linear-attention"
+            )
+        return lines
 
     def attention_backend(self, options: KernelOptions) -> AttnBackend:
         """Return Transformer Engine's backend: flash only if flash-attn 2 is installed, else its automatic choice."""
@@ -88,10 +94,13 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
     Raises ValueError if Transformer Engine or FP8 is requested explicitly and cannot be used.
     """
     on_gpu = torch.cuda.is_available()
-    has_engine = on_gpu and find_spec("transformer_engine_torch") is not None
+    is_installed = on_gpu and find_spec("transformer_engine_torch") is not None
+    cudnn_fault = cudnn_library.fault() if is_installed else None
+    has_engine = is_installed and cudnn_fault is None
     is_explicit = options.transformer_impl == "transformer_engine"
     if is_explicit and not has_engine:
         reason = "it is not installed: pip install 'megaswift[gpu]'" if on_gpu else "no GPU is visible"
+        reason = cudnn_fault or reason
         raise ValueError(f"--transformer_impl transformer_engine: {reason} (or use --transformer_impl local)")
     # "auto" uses it for FP8 only: otherwise its layers are no faster than ours and take more host time (and in fp32 its
     # products are in TF32, with an error of a thousandth).
@@ -116,7 +125,7 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
         attention = "varlen" if has_kernel and options.attention_backend != "unfused" else "sdpa"
     selected_keys = architecture.sparse.topk if architecture.sparse else None
     mixers = _mixers(architecture, dtype, on_gpu=on_gpu, deterministic=options.deterministic_mode)
-    kinds: dict[str, Any] = {"mixers": mixers, "selected_keys": selected_keys}
+    kinds: dict[str, Any] = {"mixers": mixers, "selected_keys": selected_keys, "cudnn_fault": cudnn_fault}
     if "num_moe_experts" not in architecture.transformer:
         return Kernels(use_engine, attention, fp8=precision, **kinds)
     dispatcher = options.moe_token_dispatcher_type
