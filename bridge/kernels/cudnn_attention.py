@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from .kept_outputs import kept_outputs
+
 
 class Mask(NamedTuple):
     """Mask of attention within each sequence. window: the tokens before a query that it attends to; None: all."""
@@ -58,12 +60,13 @@ class PackedAttention:
         the longest sequence's tokens; run_module: the same by the module -> [tokens, heads, dim]
         """
         shape = query.shape[1:], key.shape[1:], value.shape[2], query.dtype
-        is_cudnn = self._is_cudnn.get(shape)
-        if not is_cudnn:
+        is_first = shape not in self._is_cudnn
+        if is_first or not self._is_cudnn[shape]:
             output = run_module().view(*query.shape[:2], value.shape[2])
-            if is_cudnn is None:
+            if is_first:
                 self._is_cudnn[shape] = _runs_cudnn()
-            return output
+            if not self._is_cudnn[shape]:
+                return output
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         settings = _Settings(longest, scale, self.mask, self.module.training, self.module.deterministic)
         return cast(Tensor, _CudnnAttention.apply(query, key, value, ends, settings))
@@ -86,12 +89,17 @@ class _CudnnAttention(torch.autograd.Function):
 
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         longest = settings.longest
-        output, saved = fused_attn_fwd(
-            settings.is_training, longest, longest, ends, ends, query, key, value, query.dtype,
-            FusedAttnBackend["F16_arbitrary_seqlen"], cu_seqlens_q_padded=ends, cu_seqlens_kv_padded=ends,
-            **settings.arguments(),
-        )  # fmt: skip
-        ctx.save_for_backward(query, key, value, output, ends, *(saved or ()))
+
+        def run() -> tuple[Tensor, ...]:
+            output, saved = fused_attn_fwd(
+                settings.is_training, longest, longest, ends, ends, query, key, value, query.dtype,
+                FusedAttnBackend["F16_arbitrary_seqlen"], cu_seqlens_q_padded=ends, cu_seqlens_kv_padded=ends,
+                **settings.arguments(),
+            )  # fmt: skip
+            return output, *(saved or ())
+
+        output, *saved = kept_outputs(run)
+        ctx.save_for_backward(query, key, value, output, ends, *saved)
         ctx.settings = settings
         return output
 

@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..kernels.kept_outputs import Saved
 from ..mapping.local_params import decoder_layers
 
 MIN_BYTES = 2**18  # smallest tensor to offload: copies of smaller ones would cost more time than the memory is worth
@@ -21,11 +22,8 @@ MIN_BYTES = 2**18  # smallest tensor to offload: copies of smaller ones would co
 def offload_activations(chunks: Sequence[GPTModel], num_layers: int) -> None:
     """Offload the activations of the first layers of this rank. Raises ValueError if there are fewer."""
     layers = [(chunk, layer) for chunk in chunks for layer in decoder_layers(chunk)]
-    if num_layers > len(layers):
-        raise ValueError(
-            f"--cpu_offloading_num_layers {num_layers}: a pipeline stage has {len(layers)} layers. Set at most these"
-        )
-    streams = _Streams()
+    check_layers(num_layers, len(layers))
+    streams = Streams()
     offloads = {chunk: _ChunkOffload(chunk, streams) for chunk in chunks if decoder_layers(chunk)}
     for number, (chunk, layer) in enumerate(layers):
         if number < num_layers:
@@ -35,7 +33,15 @@ def offload_activations(chunks: Sequence[GPTModel], num_layers: int) -> None:
             layer.register_forward_hook(offloads[chunk].release_last)
 
 
-class _Streams:
+def check_layers(num_layers: int, layers: int) -> None:
+    """Raise ValueError if there are fewer layers than should be offloaded."""
+    if num_layers > layers:
+        raise ValueError(
+            f"--cpu_offloading_num_layers {num_layers}: a pipeline stage has {layers} layers. Set at most these"
+        )
+
+
+class Streams:
     """Streams of the copies in both directions, made when they are first used; without a GPU none."""
 
     def __init__(self) -> None:
@@ -50,12 +56,12 @@ class _Streams:
 class _ChunkOffload:
     """Offload of one chunk's layers, by hooks of its modules."""
 
-    def __init__(self, chunk: GPTModel, streams: _Streams):
+    def __init__(self, chunk: GPTModel, streams: Streams):
         self._chunk, self._first, self._streams = chunk, decoder_layers(chunk)[0], streams
         self._parameter_storages: set[int] = set()
         self._hooks: saved_tensors_hooks | None = None
-        self._layer: _LayerTensors | None = None
-        self._last: weakref.ref[_LayerTensors] | None = None
+        self._layer: LayerTensors | None = None
+        self._last: weakref.ref[LayerTensors] | None = None
 
     def begin_layer(self, module: nn.Module, inputs: Any) -> None:
         """Begin to pack what autograd saves."""
@@ -64,8 +70,8 @@ class _ChunkOffload:
         if self._last is None or module is self._first:
             # Read in each pass: wrapping the model for data parallelism moves parameters into buffers.
             self._parameter_storages = {p.untyped_storage()._cdata for p in self._chunk.parameters()}
-        self._layer = _LayerTensors(self._last)
-        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._layer = LayerTensors(self._last)
+        self._hooks = saved_tensors_hooks(self._pack, unpack)
         self._hooks.__enter__()
 
     def end_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -81,7 +87,7 @@ class _ChunkOffload:
         if self._last is not None and (layer := self._last()) is not None:
             layer.release()
 
-    def _pack(self, tensor: Tensor) -> "Tensor | _SavedTensor":
+    def _pack(self, tensor: Tensor) -> "Tensor | SavedTensor":
         is_expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if tensor.nbytes < MIN_BYTES or tensor.untyped_storage()._cdata in self._parameter_storages or is_expanded:
             return tensor
@@ -89,20 +95,20 @@ class _ChunkOffload:
         return self._layer.save(tensor, self._streams)
 
 
-class _LayerTensors:
+class LayerTensors:
     """Tensors that one forward pass of a layer saved. They live as long as the graph refers to them."""
 
-    def __init__(self, previous: "weakref.ref[_LayerTensors] | None"):
+    def __init__(self, previous: "weakref.ref[LayerTensors] | None"):
         self.previous = previous  # layer before, whose backward pass comes next
-        self._saved: weakref.WeakValueDictionary[tuple[Any, ...], _SavedTensor] = weakref.WeakValueDictionary()
+        self._saved: weakref.WeakValueDictionary[tuple[Any, ...], SavedTensor] = weakref.WeakValueDictionary()
         self.is_fetched = False
 
-    def save(self, tensor: Tensor, streams: _Streams) -> "_SavedTensor":
+    def save(self, tensor: Tensor, streams: Streams) -> "SavedTensor":
         """Return the saved tensor; operations that save the same one share it."""
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         saved = self._saved.get((*key, tensor._version))
         if saved is None:
-            saved = self._saved[(*key, tensor._version)] = _SavedTensor(tensor, self, streams)
+            saved = self._saved[(*key, tensor._version)] = SavedTensor(tensor, self, streams)
         return saved
 
     def release(self) -> None:
@@ -116,10 +122,10 @@ class _LayerTensors:
             saved.fetch()
 
 
-class _SavedTensor:
+class SavedTensor:
     """Tensor on its way to the host and back."""
 
-    def __init__(self, tensor: Tensor, layer: _LayerTensors, streams: _Streams):
+    def __init__(self, tensor: Tensor, layer: LayerTensors, streams: Streams):
         self.layer, self._streams = layer, streams
         # Held until `release`, so that its memory is not reused within the copy.
         self._source: Tensor | None = tensor
@@ -172,5 +178,6 @@ class _SavedTensor:
         return self._fetched
 
 
-def _unpack(saved: "Tensor | _SavedTensor") -> Tensor:
-    return saved.get() if isinstance(saved, _SavedTensor) else saved
+def unpack(saved: Tensor | Saved) -> Tensor:
+    """Return the tensor on the device: a hook of autograd."""
+    return saved if isinstance(saved, Tensor) else saved.get()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels import usable
 from ..kernels.flash_attention import FlashAttention
+from ..kernels.kept_outputs import kept_outputs
 from .packed_seqs import Segments
 
 MAX_HEAD_DIM = 128  # up to which kernels/attention.py is faster: the sums of wider heads do not fit into registers
@@ -35,7 +36,7 @@ class KernelAttention(torch.autograd.Function):
     def forward(
         ctx, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, forward: Forward, backward: Backward
     ) -> Tensor:
-        output, log_sum = forward(query, key, value)
+        output, log_sum = kept_outputs(lambda: forward(query, key, value))
         if sinks is not None:
             log_sum_with_sink = torch.logaddexp(log_sum, sinks.float().unsqueeze(1))
             output = (output * (log_sum - log_sum_with_sink).exp().t().unsqueeze(-1)).to(query.dtype)

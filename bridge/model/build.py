@@ -21,6 +21,7 @@ from ..layers.embedding import AccumulatingEmbedding
 from ..layers.moe import ExpertLayer
 from ..layers.mtp import MtpBlock
 from ..layers.pooling import ScoreHead
+from ..layers.recompute_offload import offload_recomputed
 from ..layers.rope import make_rotary_rule
 from ..layers.spec import block_spec, mtp_spec
 from ..layers.tower_part import TowerPart
@@ -70,7 +71,8 @@ def build_model(
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, ExpertLayer)]
     kernels = replace(kernels, reads_peers=any(layer.reads_peers for layer in layers))
     if options.cpu_offloading:
-        offload_activations(chunks, options.cpu_offloading_num_layers)
+        offload = offload_recomputed if options.recompute_granularity == "full" else offload_activations
+        offload(chunks, options.cpu_offloading_num_layers)
     ropes = tuple(make_rotary_rule(rope, runtime.device()) for rope in architecture.ropes)
     groups = current_groups()
     encoder = _build_encoder(chunks, config, architecture, groups) if vision else None

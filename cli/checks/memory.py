@@ -51,11 +51,6 @@ def _check_activations(options: SftOptions, sources: Mapping[str, str]) -> None:
         raise UsageError(
             "--cpu_offloading true needs the number of layers. Set --cpu_offloading_num_layers, such as 8."
         )
-    if build.recompute_granularity == "full":
-        raise UsageError(
-            "--cpu_offloading true cannot be used with --recompute_granularity full, which saves only the inputs of "
-            "layers. Remove one of them."
-        )
     for module in DISCARDED:
         if build.recompute_granularity == "selective" and module in build.recompute_modules:
             raise UsageError(

@@ -29,10 +29,6 @@ FP8 = "--fp8_format e4m3 --fp8_recipe tensorwise"
         ("--cpu_offloading_num_layers 2", "--cpu_offloading_num_layers 2: only for --cpu_offloading true. Set it, or"),
         ("--cpu_offloading true", "--cpu_offloading true needs the number of layers. Set --cpu_offloading_num_layers"),
         (
-            f"{ACTIVATIONS} --recompute_granularity full --recompute_method uniform --recompute_num_layers 1",
-            "--cpu_offloading true cannot be used with --recompute_granularity full, which saves only the inputs of",
-        ),
-        (
             f"{ACTIVATIONS} --recompute_modules core_attn layernorm",
             "--cpu_offloading true cannot be used with --recompute_modules layernorm, whose output is discarded.",
         ),

@@ -21,7 +21,7 @@ activation_offload.MIN_BYTES = 0
 def run(job: dict) -> dict:
     visit, begin, open_training = (
         device_visits.DeviceVisits._visit,
-        activation_offload._SavedTensor.__init__,
+        activation_offload.SavedTensor.__init__,
         worker.open_training,
     )
     counts = {"copies": 0}
@@ -40,7 +40,7 @@ def run(job: dict) -> dict:
 
     if job.get("loses_bucket"):
         device_visits.DeviceVisits._visit = lambda self, number, bucket: visit(self, number, bucket) if number else None
-    activation_offload._SavedTensor.__init__, worker.open_training = count, measure
+    activation_offload.SavedTensor.__init__, worker.open_training = count, measure
     gc.collect()
     earlier = 0  # bytes of earlier jobs of this process
     if torch.cuda.is_available():
@@ -50,7 +50,7 @@ def run(job: dict) -> dict:
         return worker.run(job) | counts
     finally:
         device_visits.DeviceVisits._visit = visit
-        activation_offload._SavedTensor.__init__, worker.open_training = begin, open_training
+        activation_offload.SavedTensor.__init__, worker.open_training = begin, open_training
 
 
 if __name__ == "__main__":

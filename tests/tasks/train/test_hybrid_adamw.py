@@ -26,6 +26,9 @@ NONE_HOST = HOST | {"optimizer_offload_fraction": 0.0}
 BF16 = {"torch_dtype": "bfloat16"}
 ZERO = {"use_distributed_optimizer": True}
 ACTIVATIONS = {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
+LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCK = LAYERS | {"recompute_method": "block", "recompute_num_layers": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
 # name: (processes, flags of a run, those of the run that gives the same numbers)
 RUNS = {
     "none": (1, NONE_HOST, {}),
@@ -35,11 +38,19 @@ RUNS = {
     "bf16, half": (1, BF16 | HALF_HOST, BF16),
     "activations": (1, ACTIVATIONS, {}),
     "activations of all layers, all": (1, ACTIVATIONS | HOST | {"cpu_offloading_num_layers": 4}, {}),
+    "recomputed, activations": (1, ACTIVATIONS | LAYERS, {}),
+    "recomputed in pairs, activations of all": (
+        1,
+        LAYERS | {"recompute_num_layers": 2, "cpu_offloading": True, "cpu_offloading_num_layers": 4},
+        {},
+    ),
+    "two recomputed, activations": (1, ACTIVATIONS | BLOCK, {}),
+    "PP2, recomputed, activations": (2, ACTIVATIONS | LAYERS | PP2, PP2),
     "DP2 ZeRO-1, half": (2, ZERO | HALF_HOST, ZERO),
     "DP2 ZeRO-1 bf16, all": (2, ZERO | BF16 | HOST, ZERO | BF16),
     "DP2, none": (2, NONE_HOST, {}),
     "DP2, all": (2, HOST, {}),
-    "PP2, activations": (2, ACTIVATIONS | {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}),
+    "PP2, activations": (2, ACTIVATIONS | PP2, PP2),
 }
 
 

@@ -19,6 +19,7 @@ ACTIVATIONS = {"cpu_offloading": True, "cpu_offloading_num_layers": 3}
 MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 SCALED = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8", "main_params_dtype": "fp16"}
 SCALES = 3 / 256  # bytes of an element's scales
+LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LOCAL = {"transformer_impl": "local"}
 # name: (flags, bytes of an element's state on the GPU, the run that has the same losses, bound of relative errors)
 RUNS = {
@@ -30,6 +31,7 @@ RUNS = {
     "scaled": (BF16 | SCALED, 4 + SCALES, "plain", 3e-2),
     "scaled, on the host": (BF16 | SCALED | HOST, 0, "scaled", 1e-6),
     "activations": (BF16 | ACTIVATIONS, 12, "plain", 1e-3),
+    "recomputed layers, activations": (BF16 | ACTIVATIONS | LAYERS, 12, "plain", 1e-3),
     "local layers, activations, host": (BF16 | ACTIVATIONS | HOST | LOCAL, 0, "plain", 1e-2),
 }
 
