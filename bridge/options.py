@@ -305,7 +305,11 @@ class RecomputeOptions:
         list[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]],
         "selective: the modules to recompute.",
     ] = field(default_factory=lambda: ["core_attn"])
-    cpu_offloading: Annotated[bool, "Keep the activations of layers in host memory until their backward pass."] = False
+    cpu_offloading: Annotated[
+        bool,
+        "Keep the activations of layers in host memory until their backward pass; of recomputed layers the inputs and "
+        "attention's outputs, which are not recomputed then.",
+    ] = False
     cpu_offloading_num_layers: Annotated[
         int, "--cpu_offloading: the first N layers of each pipeline stage.", "[0, inf)"
     ] = 0

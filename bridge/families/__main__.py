@@ -35,9 +35,6 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
 - on GPUs the kernels of gated delta nets, Kimi delta attention, lightning attention, Mamba-2 and short convolutions are
   those of flash-linear-attention (`pip install flash-linear-attention`), and of Mamba-2 that of mamba-ssm where it is
   installed; a run says which, and warns without them. In fp32 and with `--deterministic_mode true` plain PyTorch runs;
-- known fault: Qwen3.6-35B-A3B cut to 4 layers had gradient norms of millions on an H200 in bf16 and did not learn.
-  On CPUs they are tens, in transformers too (with fewer experts in ours). The cause is not known: watch the gradient
-  norm of Qwen3-Next, Qwen3.5 and Qwen3.6 on GPUs;
 - documents with more tokens than a lightning indexer selects (`index_topk`) take attention in plain PyTorch, in chunks:
   right and bounded in memory, and no faster than attention to all keys; the others take the kernels of every model;
 - lightning indexers learn with `--dsa_indexer_loss_coeff`, in every layout: the loss of a query is the divergence of

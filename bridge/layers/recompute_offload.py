@@ -87,14 +87,14 @@ class _ChunkRecompute:
             self._release_last()
             return output
         tensors = LayerTensors(self._last)
+        address, shape = hidden.data_ptr(), hidden.shape  # autograd keeps `pack`, which must not keep the input
 
         def save(tensor: Tensor) -> SavedTensor | _Resident:
             is_small = tensor.nbytes < activation_offload.MIN_BYTES
             return _Resident(tensor) if is_small else tensors.save(tensor, self._streams)
 
         def pack(tensor: Tensor) -> Tensor | Saved:
-            is_input = tensor.data_ptr() == hidden.data_ptr() and tensor.shape == hidden.shape
-            return save(tensor) if is_input else tensor
+            return save(tensor) if (tensor.data_ptr(), tensor.shape) == (address, shape) else tensor
 
         with saved_tensors_hooks(pack, unpack):
             output = _checkpoint(KeptOutputs(save).keep(function), distributes, hidden, *arguments)

@@ -37,6 +37,9 @@ HOST_LAYER, HOST_EXCHANGE = 3.5e-3, 0.25e-3
 # The first for experts with adapters on several ranks: the host waits for the rows' number, and then launches many
 # small kernels. By Qwen3-30B-A3B with EP2.
 HOST_ADAPTED_EXPERTS = 9e-3
+# Seconds that a layer's attention in a ring of context parallelism takes the host longer. By Qwen3-8B with CP2 and micro
+# batches of one pack of 4,096 tokens.
+HOST_RING = 5e-3
 # Seconds that a layer with experts on several ranks takes longer, fitted to Qwen3-30B-A3B of 8 layers with EP2.
 # Probably the host's wait for the number of their rows.
 COUNTING = 1.2e-3
@@ -167,6 +170,7 @@ def _host_seconds(work: Workload, layout: GpuLayout, layers: int, recomputed: fl
     exchanges = _exchanges(layout) if layout.tensor > 1 else 0
     has_adapted_experts = work.lora_rank is not None and layout.expert > 1 and not work.has_frozen_experts
     layer = HOST_ADAPTED_EXPERTS if has_adapted_experts else HOST_LAYER
+    layer += HOST_RING if layout.context > 1 else 0.0
     return layers * ((1 + recomputed / 3) * layer + exchanges * HOST_EXCHANGE)
 
 
