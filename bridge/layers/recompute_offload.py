@@ -30,8 +30,8 @@ def offload_recomputed(chunks: Sequence[GPTModel], num_layers: int) -> None:
     for chunk in chunks:
         layers = min(remaining, len(decoder_layers(chunk)))
         remaining -= layers
-        recomputed = chunk.config.recompute_num_layers
-        if chunk.config.recompute_method == "block" and layers > (recomputed or 0):
+        recomputed = chunk.config.recompute_num_layers or 1
+        if chunk.config.recompute_method == "block" and layers > recomputed:
             raise ValueError(
                 f"--cpu_offloading_num_layers {num_layers}: with --recompute_method block only the first {recomputed} "
                 "layers of each chunk are recomputed, and only these can be offloaded. Set fewer, or recompute more"

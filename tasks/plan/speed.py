@@ -37,8 +37,8 @@ HOST_LAYER, HOST_EXCHANGE = 3.5e-3, 0.25e-3
 # The first for experts with adapters on several ranks: the host waits for the rows' number, and then launches many
 # small kernels. By Qwen3-30B-A3B with EP2.
 HOST_ADAPTED_EXPERTS = 9e-3
-# Seconds that a layer's attention in a ring of context parallelism takes the host longer. By Qwen3-8B with CP2 and micro
-# batches of one pack of 4,096 tokens.
+# Seconds that a layer's attention in a ring of context parallelism takes the host longer. By Qwen3-8B with CP2 and
+# micro batches of one pack of 4,096 tokens.
 HOST_RING = 5e-3
 # Seconds that a layer with experts on several ranks takes longer, fitted to Qwen3-30B-A3B of 8 layers with EP2.
 # Probably the host's wait for the number of their rows.
