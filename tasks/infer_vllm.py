@@ -55,7 +55,7 @@ class VllmChat(ChatEngine):
         import torch
 
         from .rollout.vllm_audios import EXTENSION
-        from .rollout.vllm_kwargs import engine_kwargs, set_cpu_defaults
+        from .rollout.vllm_kwargs import engine_kwargs, model_settings, set_cpu_defaults
 
         if not torch.cuda.is_available():
             set_cpu_defaults()
@@ -74,7 +74,7 @@ class VllmChat(ChatEngine):
             worker_extension_cls=EXTENSION if vision and vision.audio else "",
             **lora_options,
             **image_arguments(folder, options, most_videos=most_videos),
-            **engine_kwargs(options.vllm_engine_kwargs),
+            **engine_kwargs(model_settings(options.vllm_engine_kwargs, folder)),
         )
         self.takes_images = vision is None or takes_images(vision.model_type)
         self.adapter = LoRARequest("adapter", 1, str(adapter.folder.absolute())) if adapter else None

@@ -64,18 +64,21 @@ Embeddings, and choices between tokens, need no head: every family has them.
 `tests/bridge/checkpoint/test_vllm_families.py` loads saved folders in vLLM 0.26's build for CPUs, whose greedy tokens
 equal transformers' for qwen3, qwen3_moe and llama (`test_vllm.py`), seed_oss, olmo2, olmo3, smollm3, apertus, arcee,
 cohere, cohere2, gemma, exaone4, exaone_moe, glm, glm4, glm4_moe, granite, granitemoe, granitemoeshared, mixtral,
-nemotron, starcoder2, olmoe, qwen2_moe, dots1, phi3, ernie4_5 without biases, granitemoehybrid without Mamba-2, and
-qwen3_asr with audios (`tests/tasks/rollout`). Answers to images equal transformers' for Qwen2.5-VL, Qwen3-VL,
-Qwen3-VL-MoE, GLM-4.1V, InternVL with Qwen3 and Llama 4 (`test_vllm_vision.py`: exported folders of equal tensors), and
-to images and audios for Qwen2.5-Omni and Qwen3-Omni (`tests/tasks/rollout/test_vllm_omni.py`). Others are untested;
-known are:
+nemotron, starcoder2, olmoe, qwen2_moe, dots1, phi3, lfm2, lfm2_moe, ernie4_5 without biases, granitemoehybrid without
+Mamba-2, and qwen3_asr with audios (`tests/tasks/rollout`). Answers to images equal transformers' for Qwen2.5-VL,
+Qwen3-VL, Qwen3-VL-MoE, GLM-4.1V, InternVL with Qwen3 and Llama 4 (`test_vllm_vision.py`: exported folders of equal
+tensors), and to images and audios for Qwen2.5-Omni and Qwen3-Omni (`tests/tasks/rollout/test_vllm_omni.py`). Others are
+untested; known are:
 
 - that build has no latent attention (MLA) and no sparse attention (the DeepSeek families, glm4_moe_lite, glm_moe_dsa,
   Kimi): models with latent attention are refused on CPUs. It has no experts with MiniMax-M2's scores, none of
   Nemotron-H without a gate, and gpt_oss not in float32;
-- nor has it Mamba-2 (Granite 4, Falcon-H1, Nemotron-H), and behind the first token of LFM2, LFM2-MoE and
-  MiniMax-Text-01 it gives other tokens than transformers: layers with Mamba-2, short convolutions or lightning
-  attention are refused on CPUs;
+- nor has it Mamba-2 (Granite 4, Falcon-H1, Nemotron-H): layers with it are refused on CPUs;
+- LFM2 and LFM2-MoE: that build's rotary kernel (`rotary_embedding` in vLLM's csrc/cpu/pos_encoding.cpp, also in 0.32)
+  leaves most of their heads unrotated, since they come in a dimension of their own; GPUs have another. `megatron` and
+  `swift` switch it off there; for vLLM by itself set `--compilation-config '{{"custom_ops": ["-rotary_embedding"]}}'`;
+- MiniMax-Text-01 is refused on CPUs and GPUs: vLLM has no class for it after 0.23, and has transformers' layers run
+  instead, where lightning attention keeps no states between steps and mixes the documents of a batch;
 - ministral3: vLLM does not read `llama_4_scaling_beta`: numbers differ behind `original_max_position_embeddings`;
 - gemma2: numbers of that build differ where scores are capped, and equal without caps;
 - seed_oss with biases on outputs or in the MLP (no published model has them): vLLM leaves these out;

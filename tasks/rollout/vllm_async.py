@@ -20,7 +20,7 @@ from .lora_support import DEFAULT_RANK, lora_rank_bucket
 from .vllm_adapter import VllmObject, lora_request
 from .vllm_engine import check_experts, lora_arguments, sampling_params, to_completion
 from .vllm_images import PromptWriter, image_arguments
-from .vllm_kwargs import engine_kwargs, set_cpu_defaults
+from .vllm_kwargs import engine_kwargs, model_settings, set_cpu_defaults
 from .weight_buckets import Bucket
 
 
@@ -70,7 +70,7 @@ class VllmBackend:
                 worker_extension_cls=EXTENSION,
                 **lora_arguments(folder, max_rank),
                 **image_arguments(folder, options),
-                **engine_kwargs(options.vllm_engine_kwargs),
+                **engine_kwargs(model_settings(options.vllm_engine_kwargs, folder)),
             )
         )
         self.has_nccl, self._has_expert_recording = on_gpu, options.vllm_enable_return_routed_experts

@@ -41,7 +41,7 @@ from .vllm_adapter import (
 )
 from .vllm_cpu_kernels import repack_experts, repack_heads
 from .vllm_images import PromptWriter, image_arguments
-from .vllm_kwargs import engine_kwargs, set_cpu_defaults
+from .vllm_kwargs import engine_kwargs, model_settings, set_cpu_defaults
 from .weight_sync import checksum
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags for memory that sleeps
@@ -123,7 +123,7 @@ class VllmEngine:
                 **image_arguments(Path(folder), options, most_images, most_videos, most_audios),
                 generation_config="vllm",  # no defaults other than Sampling's
                 logprobs_mode="raw_logprobs",  # see _set_temperature
-                **engine_kwargs(options.vllm_engine_kwargs),
+                **engine_kwargs(model_settings(options.vllm_engine_kwargs, Path(folder))),
             )
         _keep_process_groups(self.llm)
         if experts:

@@ -25,16 +25,11 @@ from .engine import Request
 from .request_image import LARGEST
 from .vllm_audios import audio_data, hear
 
-# Mixers with which vLLM 0.26's build for CPUs fails (Mamba-2: it has no Triton) or gives other tokens than
-# transformers (tests/bridge/checkpoint/test_vllm_families.py).
-CPU_LACKS = {
-    "falcon_h1": {"attention_and_mamba"},
-    "granitemoehybrid": {"mamba"},
-    "nemotron_h": {"mamba"},
-    "minimax": {"lightning_attention"},
-    "lfm2": {"short_conv"},
-    "lfm2_moe": {"short_conv"},
-}
+# Mixers with which vLLM 0.26's build for CPUs fails: it has no Triton.
+CPU_LACKS = {"falcon_h1": {"attention_and_mamba"}, "granitemoehybrid": {"mamba"}, "nemotron_h": {"mamba"}}
+# Mixers that vLLM computes by transformers' layers, since it has no class for the model: they get all tokens of a step
+# as one document, without the states of earlier steps (`Base.forward` in vLLM's models/transformers/base.py).
+STATELESS = {"minimax": {"lightning_attention"}}
 
 
 def image_arguments(
@@ -152,13 +147,15 @@ def check_model(flag: str, config: HfConfig, *, has_images: bool = False, trusts
             f"{flag}: vLLM's build for CPUs has no latent attention, as {model_type} has. Use transformers, if it has "
             "the model, or a GPU."
         )
-    if model_type in CPU_LACKS and not torch.cuda.is_available():
-        lacking = CPU_LACKS[model_type] & {layer.mixer for layer in family_of(config).describe(config).layers}
-        if lacking:
-            raise ValueError(
-                f"{flag}: vLLM's build for CPUs does not compute {' and '.join(MIXERS[each] for each in lacking)}, as "
-                f"{model_type} has. Use transformers, or a GPU."
-            )
+    if not torch.cuda.is_available() and (mixers := _mixers_among(CPU_LACKS, config)):
+        raise ValueError(
+            f"{flag}: vLLM's build for CPUs does not compute {mixers}, as {model_type} has. Use transformers, or a GPU."
+        )
+    if mixers := _mixers_among(STATELESS, config):
+        raise ValueError(
+            f"{flag}: vLLM has no class for {model_type} after 0.23, and keeps no states of its {mixers}. Use "
+            "transformers."
+        )
     if model_type == "kimi_vl" and not trusts_code:
         raise ValueError(
             f"{flag}: vLLM reads the images of {model_type} by the checkpoint's own code. Set --vllm_engine_kwargs "
@@ -174,6 +171,15 @@ def check_model(flag: str, config: HfConfig, *, has_images: bool = False, trusts
             f"{flag}: vLLM does not take the images of {model_type} in this version: they attend in both directions, "
             "which it computes on some GPUs alone. Use transformers."
         )
+
+
+def _mixers_among(table: dict[str, set[str]], config: HfConfig) -> str:
+    """Name the model's mixers that the table has for its type; "" if there are none."""
+    names = table.get(config.get("model_type") or "")
+    if not names:
+        return ""
+    present = names & {layer.mixer for layer in family_of(config).describe(config).layers}
+    return " and ".join(MIXERS[name] for name in present)
 
 
 class PromptWriter:

@@ -3,7 +3,18 @@
 import dataclasses
 import difflib
 import os
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from ...bridge.checkpoint.hub import read_config
+
+# Models whose queries and keys vLLM rotates as [tokens, heads, channels]. Its kernel for CPUs takes the last dimension
+# for all heads of a token, and thus rotates the heads of the first tokens alone, each by the position of another token
+# (`rotary_embedding` in vLLM's csrc/cpu/pos_encoding.cpp, in 0.26 and 0.32; the kernel for GPUs takes both shapes).
+ROTATED_BY_HEADS = {"lfm2", "lfm2_moe"}
+ROTARY_KERNEL_OFF = "-rotary_embedding"
 
 
 def set_cpu_defaults() -> None:
@@ -28,3 +39,14 @@ def engine_kwargs(settings: dict[str, Any], names: set[str] | None = None) -> di
         hint = f" Is it {nearest[0]}?" if nearest else ""
         raise ValueError(f"--vllm_engine_kwargs: {unknown} is no field of vLLM's EngineArgs.{hint} Fix or remove it")
     return dict(settings)
+
+
+def model_settings(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return --vllm_engine_kwargs with what the model in `folder` needs on this device."""
+    if torch.cuda.is_available() or read_config(folder).get("model_type") not in ROTATED_BY_HEADS:
+        return settings
+    compilation: Any = settings.get("compilation_config", {})
+    if isinstance(compilation, int):  # vLLM's short form
+        compilation = {"mode": compilation}
+    kernels = [*compilation.get("custom_ops", ()), ROTARY_KERNEL_OFF]
+    return settings | {"compilation_config": compilation | {"custom_ops": kernels}}

@@ -47,10 +47,13 @@ def answers(tmp_path_factory, one_process):  # noqa: F811
     return {family: (expected[family], found[str(root / f"{family} saved")]) for family in FAMILIES}
 
 
-def by_vllm(folders: list[Path], prompts: list[list[int]], timeout: float = 900) -> dict[str, Any]:
+def by_vllm(
+    folders: list[Path], prompts: list[list[int]], timeout: float = 900, settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Greedy tokens of vLLM by folder: for each prompt, or why it does not take the folder."""
+    worker = Path(__file__).with_name("vllm_worker.py")
     done = subprocess.run(
-        [PYTHON, Path(__file__).with_name("vllm_worker.py"), str(NEW_TOKENS), *folders],
+        [PYTHON, worker, str(NEW_TOKENS), json.dumps(settings or {}), *folders],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         input=json.dumps(prompts),

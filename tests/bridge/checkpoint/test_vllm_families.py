@@ -24,7 +24,7 @@ TAKEN = (
     "seed_oss", "olmo2", "olmo3", "smollm3", "smollm3 windows", "apertus", "apertus biases", "arcee", "arcee biases",
     "cohere", "cohere2", "gemma", "exaone4", "exaone4 no windows", "glm", "glm4", "glm4_moe", "granite", "granitemoe",
     "granitemoeshared", "mixtral", "nemotron", "starcoder2", "olmoe", "qwen2_moe", "dots1", "exaone_moe", "phi3",
-    "ernie4_5 no biases", "granitemoehybrid attention",
+    "ernie4_5 no biases", "granitemoehybrid attention", "lfm2", "lfm2_moe",
 )  # fmt: skip
 REFUSED = {  # by the build for CPUs, and why
     "glm4_moe_lite": "MLA is not supported on CPU",
@@ -34,7 +34,6 @@ REFUSED = {  # by the build for CPUs, and why
     "granitemoehybrid": "module 'triton' has no attribute 'next_power_of_2'",
     "falcon_h1": "module 'triton' has no attribute 'next_power_of_2'",
 }
-DIFFERENT = ("lfm2", "lfm2_moe", "minimax")  # the build for CPUs gives other tokens behind those of the prompt
 # Sizes and keys of config.json that vLLM wants, and the hub's files have.
 CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_d_head": 32},
@@ -91,10 +90,20 @@ def save(tmp_path_factory, one_process):  # noqa: F811
     return saved
 
 
+@pytest.fixture
+def needed(monkeypatch: pytest.MonkeyPatch):
+    """A function from a folder to what our engines have vLLM's build for CPUs do for its model."""
+    import torch
+    from megaswift.tasks.rollout.vllm_kwargs import model_settings
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return partial(model_settings, {})
+
+
 @pytest.mark.parametrize("name", TAKEN)
-def test_greedy_tokens_are_those_of_transformers(name: str, save) -> None:
+def test_greedy_tokens_are_those_of_transformers(name: str, save, needed) -> None:
     folder, prompts, expected = save(name)
-    assert by_vllm([folder], prompts)[str(folder)] == expected
+    assert by_vllm([folder], prompts, settings=needed(folder))[str(folder)] == expected
     assert len({token for tokens in expected for token in tokens}) > 10  # one that says one thing would prove nothing
 
 
@@ -105,10 +114,25 @@ def test_what_the_build_for_cpus_refuses(name: str, save) -> None:
     assert REFUSED[name] in by_vllm([folder], prompts)[str(folder)]
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_tokens_that_differ(name: str, save) -> None:
-    """The first token is that of transformers: the weights are right. If all are, the family belongs to TAKEN."""
-    folder, prompts, expected = save(name)
-    answer = by_vllm([folder], prompts[:1])[str(folder)]
-    assert answer[0][0] == expected[0][0]
-    assert answer[0] != expected[0]
+def test_rotary_kernel_for_cpus(save, needed) -> None:
+    """It leaves most heads of LFM2 as they are, of transformers' checkpoint too. Else nothing would be `needed`."""
+    folder, prompts, expected = save("lfm2")
+    original = folder.with_name("fp32")
+    answers = by_vllm([folder, original], prompts)
+    assert answers[str(folder)] == answers[str(original)] != expected
+    assert by_vllm([original], prompts, settings=needed(original))[str(original)] == expected
+
+
+def test_lightning_attention_without_states(save) -> None:
+    """vLLM has transformers' layers run, with all tokens of a step as one document and without earlier steps.
+
+    If it takes MiniMax-Text-01 again, and as transformers does, `STATELESS` needs no more name it.
+    """
+    folder, prompts, expected = save("minimax")
+    original = folder.with_name("fp32")
+    for folders in ([folder], [original]):
+        (alone,) = by_vllm(folders, prompts[:1]).values()
+        (together,) = by_vllm(folders, prompts).values()
+        assert alone[0][0] == expected[0][0]  # the weights are right
+        assert alone[0] != expected[0]
+        assert [tokens[0] for tokens in together] != [tokens[0] for tokens in expected]

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from megaswift.cli.checks.common import check_infer, check_rollout, check_training
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import read_options
-from megaswift.tasks.rollout.vllm_kwargs import engine_kwargs
+from megaswift.tasks.rollout.vllm_kwargs import engine_kwargs, model_settings
 from megaswift.tasks.run.planning import ProcessLayout
 
 from tests.cli.checks.checking import install
@@ -89,3 +90,26 @@ def test_names_that_vllm_does_not_have() -> None:
     with pytest.raises(ValueError, match=r"--vllm_engine_kwargs: blok_size is no field .* Is it block_size\? Fix"):
         engine_kwargs({"blok_size": 16}, names)
     assert engine_kwargs({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "compilation"),
+    [
+        ({}, {"custom_ops": ["-rotary_embedding"]}),
+        ({"compilation_config": 0}, {"mode": 0, "custom_ops": ["-rotary_embedding"]}),
+        (
+            {"compilation_config": {"backend": "eager", "custom_ops": ["none"]}},
+            {"backend": "eager", "custom_ops": ["none", "-rotary_embedding"]},
+        ),
+    ],
+)
+def test_rotary_kernel_of_vllm_on_cpus(tmp_path: Path, monkeypatch, settings, compilation) -> None:
+    """Off for LFM2, beside the user's settings; other models, and GPUs, keep it."""
+    for model_type, on_gpu in (("lfm2", False), ("lfm2_moe", False), ("lfm2", True), ("qwen3", False)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        result = model_settings(settings | {"block_size": 16}, tmp_path)
+        if on_gpu or model_type == "qwen3":
+            assert result == settings | {"block_size": 16}
+        else:
+            assert result == {"block_size": 16, "compilation_config": compilation}

@@ -55,8 +55,7 @@ def test_what_vllm_takes(monkeypatch: pytest.MonkeyPatch, model_type: str, has_v
 @pytest.mark.parametrize(
     ("family", "changes", "noun"),
     [
-        ("lfm2", {}, "short convolutions"),
-        ("minimax", {}, "lightning attention"),
+        ("lfm2", {}, None),
         ("falcon_h1", {}, "Mamba-2"),
         ("granitemoehybrid", {}, "Mamba-2"),
         ("granitemoehybrid", {"layer_types": ["attention"] * 4}, None),
@@ -73,3 +72,14 @@ def test_mixers_that_vllm_lacks_on_cpus(
         else:
             with pytest.raises(ValueError, match=f"--use_vllm true: .* does not compute {noun}, as {family} has"):
                 check_model("--use_vllm true", config)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_mixers_without_states_in_vllm(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    message = (
+        "--use_vllm true: vLLM has no class for minimax after 0.23, and keeps no states of its lightning attention"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_model("--use_vllm true", tiny.config("minimax").to_dict())
+    check_model("--use_vllm true", tiny.config("minimax", layer_types=["full_attention"] * 4).to_dict())

@@ -16,6 +16,8 @@ from tests.prepared import ON_CPU, ROOT
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}  # vLLM's attention takes few sizes of heads
+# vLLM takes LFM2's heads as parts of the hidden size, and two sizes from keys that transformers does not read.
+SHAPES = {"lfm2": SHAPE | {"hidden_size": 128, "conv_dim": 128, "block_dim": 128}}
 CLOSE = 2e-4  # of log-probabilities in fp32
 pytestmark = [
     pytest.mark.long,
@@ -25,6 +27,7 @@ pytestmark = [
 CASES = {
     "one process": (1, "qwen3_moe", {}, 1),
     "an engine on each of two ranks": (2, "qwen3", {"tensor_model_parallel_size": 2}, 1),
+    "short convolutions": (1, "lfm2", {}, 1),
     "an engine over two ranks": (2, "qwen3", {"pipeline_model_parallel_size": 2}, 2),
 }
 
@@ -34,7 +37,7 @@ def found(request, tmp_path_factory) -> dict:
     processes, family, options, ranks = CASES[request.param]
     root = tmp_path_factory.mktemp("vllm")
     for seed in (0, 1):
-        tiny.save(root / str(seed), family, seed=seed, **SHAPE)
+        tiny.save(root / str(seed), family, seed=seed, **SHAPES.get(family, SHAPE))
         tiny.save_tokenizer(root / str(seed))
     job = {"models": [str(root / "0"), str(root / "1")], "options": options, "ranks": ranks}
     (root / "job.json").write_text(json.dumps(job))

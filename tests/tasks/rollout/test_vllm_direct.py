@@ -16,7 +16,7 @@ import pytest
 from tests import tiny, tiny_vision
 from tests.bridge.families import EP, PP, SP, TP
 from tests.prepared import ON_CPU, ROOT
-from tests.tasks.rollout.test_vllm import CLOSE, PYTHON, SHAPE
+from tests.tasks.rollout.test_vllm import CLOSE, PYTHON, SHAPE, SHAPES
 
 pytestmark = [
     pytest.mark.long,
@@ -40,6 +40,7 @@ class Case:
 
 # Of a layer: two norms, two norms of heads, q, k and v, o, gate with up, down. Of the model: embedding, norm, output.
 DENSE = 4 * 10 + 3
+# Of a layer of short convolutions: two norms, the input in two, the convolution, the output, gate with up, down.
 VISION = 120  # of 122 tensors
 CASES = {
     "dense": Case("qwen3", copies=DENSE),
@@ -51,6 +52,7 @@ CASES = {
     "stages": Case("qwen3", 2, {PP: 2}, copies=DENSE, transfers=2),
     "images": Case("qwen3_vl", copies=VISION),
     "images and experts": Case("qwen3_vl_moe", copies=VISION),
+    "short convolutions": Case("lfm2", changes=SHAPES["lfm2"], copies=3 * 8 + 10 + 2),
     "repacked": Case("qwen3_moe", kernels="CPU's"),
 }
 
