@@ -134,6 +134,8 @@ class LoaderTrace(TorchDispatchMode):
     def _record(self, target: Tensor, source: Tensor) -> None:
         if target.is_meta or target.numel() == 0 or (place := self._locate(target)) is None:
             return
+        if source.data_ptr() == target.data_ptr():  # the end of a layer with a score bias, which vLLM loads in place
+            return
         target_name = f"{place.name}.{place.leaf}"
         at = bisect.bisect_right(self._starts, source.data_ptr()) - 1 if not source.is_meta else -1
         end, name, dtype = self._sources[self._starts[at]] if at >= 0 else (0, "", None)

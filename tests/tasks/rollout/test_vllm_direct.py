@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import tiny, tiny_vision
 from tests.bridge.families import EP, PP, SP, TP
@@ -52,6 +53,8 @@ CASES = {
     "stages": Case("qwen3", 2, {PP: 2}, copies=DENSE, transfers=2),
     "images": Case("qwen3_vl", copies=VISION),
     "images and experts": Case("qwen3_vl_moe", copies=VISION),
+    # Three of the layers have a router, its bias, and a shared expert's two matrices besides.
+    "score biases": Case("glm4_moe", changes={"hidden_size": 128}, copies=DENSE + 4 + 3 * 4),
     "short convolutions": Case("lfm2", changes=SHAPES["lfm2"], copies=3 * 8 + 10 + 2),
     "repacked": Case("qwen3_moe", kernels="CPU's"),
 }
@@ -96,7 +99,11 @@ def save(folder: Path, case: Case, seed: int) -> None:
     if case.model.startswith("qwen3_vl"):
         tiny_vision.qwen3_vl(folder, moe=case.model.endswith("moe"), seed=seed, head_dim=32)
     else:
-        tiny.save(folder, case.model, seed=seed, **SHAPE | case.changes)
+        model = tiny.model(case.model, seed=seed, **SHAPE | case.changes)
+        for name, tensor in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)))
+        model.save_pretrained(folder)
         tiny.save_tokenizer(folder)
 
 
