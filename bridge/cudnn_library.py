@@ -6,34 +6,26 @@ loader of 9.19, gradients of attention with heads above 128 are wrong by a fifth
 """
 
 import ctypes
-import importlib.abc
-import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-PACKAGE = "transformer_engine"
+from .imports import change
+
 # A library needs those before it. Loaded in this order, none of them looks for another in LD_LIBRARY_PATH.
 ORDER = "graph", "engines_precompiled", "engines_runtime_compiled", "heuristic", "ops", "cnn", "adv"
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Loads cuDNN before Transformer Engine is imported. Finds no module itself."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname == PACKAGE:
-            sys.meta_path.remove(self)
-            load()
-        return None
-
-
 def enable() -> None:
     """Have Transformer Engine run with PyTorch's cuDNN, unless it is imported already."""
-    if PACKAGE not in sys.modules:
-        sys.meta_path.insert(0, _Finder())
+    change("transformer_engine", _with_libraries)
+
+
+@contextmanager
+def _with_libraries(package: ModuleType) -> Iterator[None]:
+    load()
+    yield
 
 
 def load() -> None:

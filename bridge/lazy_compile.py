@@ -4,16 +4,13 @@
 """
 
 import functools
-import importlib.abc
-import importlib.util
 import os
-import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
-PACKAGE = "megatron.core"
+from .imports import change
 
 
 def lazily(compiler: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,40 +42,18 @@ def lazily(compiler: Callable[..., Any]) -> Callable[..., Any]:
     return compile_later
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds megatron.core once, and has its package run with `torch.compile` replaced."""
+@contextmanager
+def _compiled_lazily(package: ModuleType) -> Iterator[None]:
+    """Replace `torch.compile` while the package runs, which keeps it for modules that are imported later."""
+    import torch
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != PACKAGE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec and spec.loader:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader):
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the package, which keeps the replaced `torch.compile` for modules that are imported later."""
-        import torch
-
-        compiler, torch.compile = torch.compile, lazily(torch.compile)
-        try:
-            self._loader.exec_module(module)
-        finally:
-            torch.compile = compiler
+    compiler, torch.compile = torch.compile, lazily(torch.compile)
+    try:
+        yield
+    finally:
+        torch.compile = compiler
 
 
 def enable() -> None:
     """Compile megatron-core's functions lazily, unless it is imported already."""
-    if PACKAGE not in sys.modules:
-        sys.meta_path.insert(0, _Finder())
+    change("megatron.core", _compiled_lazily)

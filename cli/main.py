@@ -11,6 +11,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..bridge.imports import without_collection
 from ..bridge.option_groups import flag_values
 from ..tasks.run.interrupt import EXIT_INTERRUPTED, finish
 from ..tasks.system import console
@@ -285,7 +286,9 @@ def _derived(before: dict[str, Any], options: Options) -> dict[str, str]:
 
 
 def _run(command: Command, options: Options, sources: Sources) -> int:
-    return importlib.import_module(f"..tasks.{command.task}", __package__).run(options, sources) or 0
+    with without_collection():
+        task = importlib.import_module(f"..tasks.{command.task}", __package__)
+    return task.run(options, sources) or 0
 
 
 def _hints_for_other_flags(program: str, name: str, selected: Command) -> dict[str, str]:

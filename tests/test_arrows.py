@@ -18,8 +18,8 @@ MAY_IMPORT = {
 }
 # Packages and files of each room: each may import those before it.
 ORDER = {
-    "bridge": "lazy_compile option_groups options pipeline_layout runtime kernels patches parallel mapping families "
-    "layers model lora checkpoint",
+    "bridge": "imports lazy_compile cudnn_library option_groups options pipeline_layout runtime kernels patches "
+    "parallel mapping families layers model lora checkpoint",
     "templates": "plural machine cache json_types tokenizer options formats media chat_template dataset batching "
     "prepare",
     "tasks": "options system prepare losses distributed multi_turn turns rewards observability plan run report train "
@@ -29,7 +29,8 @@ ORDER = {
     "flags_doc doctor launch guard rollout_servers supervisor ray_launcher training_launch auto_plan tune torchrun "
     "dialects dialects_doc dry_run main",
 }
-FIRST = {"bridge": ["bridge.lazy_compile"]}  # imported by the room's own __init__.py
+# Imported by the room's own __init__.py.
+FIRST = {"bridge": ["bridge.imports", "bridge.lazy_compile", "bridge.cudnn_library"]}
 COMMANDS = {"bridge.families.__main__"}  # run by `python -m`, imported by nothing
 FILES = [file for room in MAY_IMPORT for file in sorted((ROOT / room).rglob("*.py"))]
 

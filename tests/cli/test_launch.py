@@ -1,5 +1,7 @@
 """Number, start and end of the processes of a run, with a stand-in for the task."""
 
+import gc
+import importlib
 import os
 import re
 import signal
@@ -10,9 +12,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from megaswift.bridge.options import BuildOptions
+from megaswift.cli import main
+from megaswift.cli.commands import Command
 from megaswift.cli.flags import UsageError
 from megaswift.cli.launch import (
     Processes,
@@ -323,6 +328,17 @@ def test_one_process_runs_at_once(stand_in: Path, dense: Path) -> None:
     assert "torch" not in errors
 
 
+def test_torchrun_is_started_without_torch(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import os, sys; from megaswift.cli.main import main\n"
+        "def execv(*_): print({'torch', 'megatron', 'transformers', 'datasets'} & set(sys.modules)); raise OSError\n"
+        "os.execv = execv; main('megatron', sys.argv[1:])"
+    )
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    done = subprocess.run([sys.executable, "-c", program, *line(dense)], capture_output=True, text=True)
+    assert (done.stdout, "Starting 2 processes" in done.stderr) == ("set()\n", True), done.stderr
+
+
 def test_one_process_opens_a_port_that_is_free_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     start(Processes(per_node=1), [], {})
@@ -430,3 +446,16 @@ def test_gpus_that_are_named_and_not_there_are_told(names, gpus, said, monkeypat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
     note = "CUDA_VISIBLE_DEVICES=0,1: this machine has no such NVIDIA GPU. The run uses the CPU."
     assert unseen_gpus(gpus) == [note] * said
+
+
+def test_a_task_is_imported_without_garbage_collection_and_runs_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[bool] = []
+
+    def import_module(name: str, package: str) -> SimpleNamespace:
+        states.append(gc.isenabled())
+        return SimpleNamespace(run=lambda options, sources: states.append(gc.isenabled()))
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    assert main._run(Command("", task="task"), None, {}) == 0
+    gc.unfreeze()
+    assert states == [False, True]
