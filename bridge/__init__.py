@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-from . import cudnn_library, lazy_compile
+from . import cudnn_library, lazy_compile, light_transformers
 
 # megatron-core and its imports warn about their own launchers' flags; megaswift reports problems by its own flags.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
@@ -11,3 +11,4 @@ warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*megatron")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 lazy_compile.enable()
 cudnn_library.enable()
+light_transformers.enable()

@@ -18,8 +18,8 @@ MAY_IMPORT = {
 }
 # Packages and files of each room: each may import those before it.
 ORDER = {
-    "bridge": "imports lazy_compile cudnn_library option_groups options pipeline_layout runtime kernels patches "
-    "parallel mapping families layers model lora checkpoint",
+    "bridge": "imports lazy_compile cudnn_library light_transformers option_groups options pipeline_layout runtime "
+    "kernels patches parallel mapping families layers model lora checkpoint",
     "templates": "plural machine cache json_types tokenizer options formats media chat_template dataset batching "
     "prepare",
     "tasks": "options system prepare losses distributed multi_turn turns rewards observability plan run report train "
@@ -30,7 +30,7 @@ ORDER = {
     "dialects dialects_doc dry_run main",
 }
 # Imported by the room's own __init__.py.
-FIRST = {"bridge": ["bridge.imports", "bridge.lazy_compile", "bridge.cudnn_library"]}
+FIRST = {"bridge": [f"bridge.{name}" for name in ("imports", "lazy_compile", "cudnn_library", "light_transformers")]}
 COMMANDS = {"bridge.families.__main__"}  # run by `python -m`, imported by nothing
 FILES = [file for room in MAY_IMPORT for file in sorted((ROOT / room).rglob("*.py"))]
 
