@@ -54,7 +54,7 @@ class _VisionShare:
 
 
 class StepLogger(Callback):
-    """Writes a line of the log every --logging_steps, one step late."""
+    """Writes a line of the log every --logging_steps, one step late but for the first step."""
 
     def __init__(self, run: Run, state: TrainState, objective: Objective, max_steps: int):
         self._state, self._objective = state, objective
@@ -117,7 +117,8 @@ class StepLogger(Callback):
             sum_over_ranks(sums.groups, {}, [], sums.tokens, sums.flops) if first else None,
             self._state.model.vision.pop_spans() if self._state.model.vision else [],
         )
-        if record.evaluates or record.saves or not torch.cuda.is_available():
+        # The first line would come up to a step late, since the host waits for the device within the second step.
+        if record.step == self._first or record.evaluates or record.saves or not torch.cuda.is_available():
             self._state.synchronize()
             self.flush()
 
