@@ -153,9 +153,14 @@ def take_strided(tensor: Tensor, dim: int, step: int) -> Tensor:
 
 
 def read_runs(file: Path, dtype: torch.dtype, shape: tuple[int, ...], runs: Sequence[int]) -> Tensor:
-    """Read a tensor whose bytes are runs of equal length in a file, at the offsets `runs`."""
-    tensor = torch.empty(shape, dtype=dtype)
-    if not tensor.numel():
+    """Read a tensor whose bytes are runs of equal length in a file, at the offsets `runs`.
+
+    In a process that uses a GPU the memory of a block is pinned. torch keeps it for the next block, where other memory
+    would be mapped page by page again; and the GPU copies from it without another copy on the host.
+    """
+    size = TensorSpec(dtype, shape).bytes
+    tensor = torch.empty(shape, dtype=dtype, pin_memory=0 < size <= BLOCK and torch.cuda.is_initialized())
+    if not size:
         return tensor
     memory = tensor.flatten().view(torch.uint8).numpy().data
     length = len(memory) // len(runs)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from megaswift.bridge.checkpoint import safetensors_io
 from megaswift.bridge.checkpoint.safetensors_io import (
     INDEX,
     SafetensorsFolder,
@@ -59,6 +60,25 @@ def test_slices_of_a_file_whose_data_is_not_aligned(tmp_path):
     header += b" " * (1 - len(header) % 2)  # an odd length
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + tensor.numpy().tobytes())
     assert torch.equal(SafetensorsFolder(tmp_path).read("x", 1, 1, 3), tensor[:, 1:3])
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_blocks_are_read_into_pinned_memory_beside_a_gpu(on_gpu: bool, folder, monkeypatch) -> None:
+    empty, pinned = torch.empty, []
+
+    def record(*sizes, pin_memory: bool = False, **settings) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(*sizes, **settings)
+
+    monkeypatch.setattr(torch, "empty", record)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+    source = SafetensorsFolder(folder)
+    name, stored = max(source.tensors.items(), key=lambda item: item[1].bytes)
+    rows = stored.shape[0]
+    monkeypatch.setattr(safetensors_io, "BLOCK", stored.bytes - 1)
+    whole, part = source.read(name, 0, 0, rows), source.read(name, 0, 1, rows)
+    assert pinned == [False, on_gpu]  # the memory of large tensors would stay pinned
+    assert torch.equal(whole[1:], part)
 
 
 def test_what_is_read_is_not_written_back(folder):
