@@ -13,7 +13,7 @@ from torch import Tensor
 Outputs = tuple[Tensor, ...]
 
 
-class Saved(Protocol):
+class KeptTensor(Protocol):
     """Tensor that is kept somewhere."""
 
     def get(self) -> Tensor:
@@ -24,9 +24,9 @@ class Saved(Protocol):
 class KeptOutputs:
     """Outputs of the kernels of one recomputed function, in the order of their calls."""
 
-    def __init__(self, save: Callable[[Tensor], Saved]):
+    def __init__(self, save: Callable[[Tensor], KeptTensor]):
         self._save = save
-        self._outputs: deque[list[Saved]] = deque()
+        self._outputs: deque[list[KeptTensor]] = deque()
         self._is_recomputed = False
 
     def keep(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..kernels.kept_outputs import Saved
+from ..kernels.kept_outputs import KeptTensor
 from ..mapping.local_params import decoder_layers
 
 MIN_BYTES = 2**18  # smallest tensor to offload: copies of smaller ones would cost more time than the memory is worth
@@ -178,6 +178,6 @@ class SavedTensor:
         return self._fetched
 
 
-def unpack(saved: Tensor | Saved) -> Tensor:
+def unpack(saved: Tensor | KeptTensor) -> Tensor:
     """Return the tensor on the device: a hook of autograd."""
     return saved if isinstance(saved, Tensor) else saved.get()

@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..kernels.kept_outputs import KeptOutputs, Saved
+from ..kernels.kept_outputs import KeptOutputs, KeptTensor
 from ..mapping.local_params import decoder_layers
 from . import activation_offload
 from .activation_offload import LayerTensors, SavedTensor, Streams, check_layers, unpack
@@ -93,7 +93,7 @@ class _ChunkRecompute:
             is_small = tensor.nbytes < activation_offload.MIN_BYTES
             return _Resident(tensor) if is_small else tensors.save(tensor, self._streams)
 
-        def pack(tensor: Tensor) -> Tensor | Saved:
+        def pack(tensor: Tensor) -> Tensor | KeptTensor:
             return save(tensor) if (tensor.data_ptr(), tensor.shape) == (address, shape) else tensor
 
         with saved_tensors_hooks(pack, unpack):
