@@ -167,9 +167,9 @@ def _free_port() -> int:
 def environment(options: ParallelOptions, processes: Processes, gpus: int) -> dict[str, str]:
     """Return environment variables to set for a run, except those that the user has set."""
     variables: dict[str, str] = {}
-    if not gpus and processes.per_node > 1:
+    if processes.per_node > 1:  # otherwise torchrun sets 1, with a warning of five lines
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        variables["OMP_NUM_THREADS"] = str(max(1, cores // processes.per_node))
+        variables["OMP_NUM_THREADS"] = "1" if gpus else str(max(1, cores // processes.per_node))
     if gpus and "PYTORCH_ALLOC_CONF" not in os.environ:
         # Sequence lengths vary by step: expandable segments let the next step reuse the memory.
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -25,15 +25,15 @@ print(*(name for name, mode in loaded), sep="\\n")
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """Folder of packages: a cuDNN without contents, and a Transformer Engine that does nothing."""
+    """Folder of packages: a cuDNN without contents, and a Transformer Engine that warns as the real one does."""
     folder = tmp_path / "nvidia" / "cudnn" / "lib"
     folder.mkdir(parents=True)
     for kind in ["", *KINDS]:
         (folder / f"libcudnn{kind and '_'}{kind}.so.9").touch()
     engine = tmp_path / "transformer_engine"
     engine.mkdir()
-    for name in ("__init__.py", "common.py"):
-        (engine / name).touch()
+    (engine / "common.py").touch()
+    (engine / "__init__.py").write_text("import warnings\nwarnings.warn('Detected a Jax installation', RuntimeWarning)")
     return tmp_path
 
 
@@ -43,6 +43,7 @@ def test_loads_pytorchs_libraries_before_transformer_engine(site: Path) -> None:
     names = [Path(line).name for line in result.stdout.splitlines()]
     assert names == [*(f"libcudnn_{kind}.so.9" for kind in KINDS), "libcudnn.so.9"]
     assert str(site) in result.stdout
+    assert "Jax" not in result.stderr
 
 
 def test_loads_nothing_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -394,12 +394,14 @@ def test_what_a_run_wants_set(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, split = BuildOptions(), BuildOptions(tensor_model_parallel_size=2)
     assert environment(dense, Processes(2), gpus=0) == {"OMP_NUM_THREADS": str(max(1, cores // 2))}
     queues, memory = {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert environment(dense, Processes(1), gpus=1) == queues | memory
+    queues["OMP_NUM_THREADS"] = "1"
     assert environment(dense, Processes(2), gpus=2) == queues | memory
     assert environment(split, Processes(2), gpus=2) == queues | memory | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     assert environment(dense, Processes(2), gpus=2) == queues
     monkeypatch.setenv("CUDA_SCALE_LAUNCH_QUEUES", "1x")
-    assert environment(dense, Processes(2), gpus=2) == {}
+    assert environment(dense, Processes(2), gpus=2) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert environment(dense, Processes(2), gpus=0) == {}
 
