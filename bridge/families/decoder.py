@@ -4,7 +4,8 @@ A `config` is the result of `Family.read`: a config.json with the defaults of th
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..mapping.architecture import Architecture, HfConfig, Layer, Rope, TransformerArgs
@@ -30,6 +31,30 @@ def layer_mapping(
 ) -> ParamMapping:
     """Map a tensor of each layer, by its names within the layer. settings: further fields of `ParamMapping`."""
     return ParamMapping(HF_LAYER + hf, LAYER + mcore, kind, layers, **settings)
+
+
+def prediction_layer(
+    mappings: Iterable[ParamMapping], like: int, depth: int, hf: str, names: Mapping[str, str]
+) -> list[ParamMapping]:
+    """Map a layer of multi-token prediction (layers/mtp.py), within which is a layer as the model's layer `like`.
+
+    hf: prefix of the inner layer's names in the checkpoint
+    names: the checkpoint's names of eh_proj, enorm, hnorm and final_layernorm
+    """
+    mcore = "mtp.layers.{layer}."
+    inner = [
+        replace(
+            mapping,
+            hf=mapping.hf.replace(HF_LAYER, hf),
+            mcore=mapping.mcore.replace(LAYER, mcore + "mtp_model_layer."),
+            layers=(depth,),
+        )
+        for mapping in mappings
+        if LAYER in mapping.mcore and (mapping.layers is None or like in mapping.layers)
+    ]
+    return inner + [
+        ParamMapping(f"{name}.weight", f"{mcore}{place}.weight", REPLICATED, (depth,)) for place, name in names.items()
+    ]
 
 
 def check_supported(config: HfConfig, supported: Mapping[str, tuple[object, ...]]) -> None:

@@ -5,11 +5,10 @@ bias that affects only the choice of experts.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from ..mapping.architecture import HfConfig, Routing, TransformerArgs
 from ..mapping.param_mapping import REPLICATED, ParamMapping
-from .decoder import HF_LAYER, LAYER, check_supported, dense_layers, experts, layer_mapping, mlp, shared_experts
+from .decoder import check_supported, dense_layers, experts, layer_mapping, mlp, prediction_layer, shared_experts
 
 
 def moe_arguments(config: HfConfig) -> TransformerArgs:
@@ -72,13 +71,10 @@ def mtp_mappings(
         raise ValueError(f"--mtp_num_layers {depths}: config.json has num_nextn_predict_layers {stored}")
     last, mtp = config["num_hidden_layers"] - 1, []
     for depth in range(depths):
-        hf, mcore = f"model.layers.{last + 1 + depth}.", "mtp.layers.{layer}."
-        for mapping in mappings(config):
-            if LAYER in mapping.mcore and (mapping.layers is None or last in mapping.layers):
-                inner = mapping.mcore.replace(LAYER, mcore + "mtp_model_layer.")
-                mtp.append(replace(mapping, hf=mapping.hf.replace(HF_LAYER, hf), mcore=inner, layers=(depth,)))
-        names = (("eh_proj",) * 2, ("enorm",) * 2, ("hnorm",) * 2, ("shared_head.norm", "final_layernorm"))
-        mtp += [ParamMapping(f"{hf}{a}.weight", f"{mcore}{b}.weight", REPLICATED, (depth,)) for a, b in names]
+        hf = f"model.layers.{last + 1 + depth}."
+        names = {name: hf + name for name in ("eh_proj", "enorm", "hnorm")}
+        names["final_layernorm"] = hf + "shared_head.norm"
+        mtp += prediction_layer(mappings(config), last, depth, hf, names)
     return mtp
 
 

@@ -3,6 +3,7 @@
 Norm weights are stored as differences from 1, except those after a delta net.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from .decoder import (
     check_supported,
     describe_decoder,
     layer_mapping,
+    prediction_layer,
 )
 from .decoder import DEFAULTS as DECODER
 
@@ -33,6 +35,12 @@ DEFAULTS = DECODER | {
     "partial_rotary_factor": 0.25,
 }
 LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+MTP_NAMES = {
+    "eh_proj": "mtp.fc",
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "final_layernorm": "mtp.norm",
+}
 # The layers support only these values.
 SUPPORTED = {
     "hidden_act": ("silu", "swish"),
@@ -162,3 +170,24 @@ def hybrid(config: HfConfig, projected: ShardingKind, *, fp32: bool) -> list[Par
         layer_mapping(hf + "norm.weight", mcore + "norm.weight", REPLICATED, delta, fp32=fp32),
         layer_mapping(hf + "out_proj.weight", mcore + "out_proj.weight", ROW, delta),
     ]
+
+
+def mtp_mappings(
+    mappings: Callable[[HfConfig], list[ParamMapping]], config: HfConfig, depths: int
+) -> list[ParamMapping]:
+    """Map the layer of multi-token prediction, which attends, and has experts if the model has some.
+
+    Raises ValueError for further layers, which would share these tensors, and for embeddings of its own.
+    """
+    stored = config.get("mtp_num_hidden_layers", 1)
+    if depths > 1 or stored != 1:
+        raise ValueError(f"--mtp_num_layers {depths}: config.json has {stored} such layers; 1 layer is supported")
+    if config.get("mtp_use_dedicated_embeddings"):
+        raise ValueError("--mtp_num_layers 1: config.json has mtp_use_dedicated_embeddings true, which is unsupported")
+    entries = mappings(config)
+    sparse = next((entry.layers for entry in entries if entry.mcore.endswith("mlp.router.weight")), None)
+    like = {layer for layer in range(config["num_hidden_layers"]) if layer not in delta_layers(config)}
+    like &= like if sparse is None else set(sparse)
+    if not like:
+        raise ValueError("--mtp_num_layers 1: no layer of this model has both attention and experts, as that one has")
+    return prediction_layer(entries, max(like), 0, "mtp.layers.0.", MTP_NAMES)

@@ -1,10 +1,12 @@
 """Qwen3.5-MoE: Qwen3.5's layers with experts and a shared expert; checkpoints on the hub stack the experts."""
 
+from functools import partial
+
 from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.param_mapping import FUSED_GATE_UP, ROW, Family, ParamMapping
 from . import qwen3_5_text, qwen3_vl_text
 from .decoder import check_supported, layer_mapping
-from .gated_delta_hybrid import DEFAULTS, PROJECTED, hybrid
+from .gated_delta_hybrid import DEFAULTS, PROJECTED, hybrid, mtp_mappings
 from .qwen2_moe import gated_experts
 from .qwen3_next import describe_moe
 from .vlm_text import add_language_model_prefix, mrope_text_config
@@ -34,6 +36,7 @@ FAMILY = Family(
     models="Qwen3.5 and 3.6 (MoE)",
     architecture=architecture,
     mappings=mappings,
+    mtp_mappings=partial(mtp_mappings, mappings),
     text_config=mrope_text_config,
     vision=qwen3_5_text.vision,
     vision_mappings=qwen3_vl_text.vision_mappings,

@@ -4,12 +4,13 @@ The checkpoints on the hub are of Qwen3_5ForConditionalGeneration, with Qwen3-VL
 """
 
 from dataclasses import replace
+from functools import partial
 
 from ..mapping.architecture import Architecture, HfConfig, Vision
 from ..mapping.param_mapping import Family, ParamMapping
 from . import qwen3_vl_text
 from .decoder import mlp
-from .gated_delta_hybrid import DEFAULTS, PROJECTED, describe_hybrid, hybrid
+from .gated_delta_hybrid import DEFAULTS, PROJECTED, describe_hybrid, hybrid, mtp_mappings
 from .vision_tower import TOWER_NAMES, with_rope_axes
 from .vlm_text import add_language_model_prefix, mrope_text_config
 
@@ -39,6 +40,7 @@ FAMILY = Family(
     models="Qwen3.5 and 3.6 (dense)",
     architecture=architecture,
     mappings=mappings,
+    mtp_mappings=partial(mtp_mappings, mappings),
     text_config=mrope_text_config,
     vision=vision,
     vision_mappings=qwen3_vl_text.vision_mappings,

@@ -1,9 +1,11 @@
 """Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts and a shared expert."""
 
+from functools import partial
+
 from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import dense_layers, mlp
-from .gated_delta_hybrid import DEFAULTS, PROJECTED_GROUPS, describe_hybrid, hybrid
+from .gated_delta_hybrid import DEFAULTS, PROJECTED_GROUPS, describe_hybrid, hybrid, mtp_mappings
 from .qwen2_moe import gated_experts, gated_routing
 from .qwen3_moe import moe_layers
 
@@ -33,6 +35,7 @@ FAMILY = Family(
     models="Qwen3-Next-80B-A3B",
     architecture=architecture,
     mappings=mappings,
+    mtp_mappings=partial(mtp_mappings, mappings),
     defaults=DEFAULTS
     | {
         "vocab_size": 151936,

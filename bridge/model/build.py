@@ -105,7 +105,7 @@ def _add_mtp_layers(
         )
     if family.mtp_mappings is None:
         raise ValueError(f"--mtp_num_layers {depths}: layers of multi-token prediction are not known of {family.name}")
-    family.mtp_mappings(hf_config, depths)
+    family.mtp_mappings(family.read(hf_config), depths)
     return replace(architecture, mtp_depths=depths)
 
 

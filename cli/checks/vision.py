@@ -39,8 +39,8 @@ def check_vision(options: SftOptions, model: HfConfig | None, sources: Mapping[s
     if model is not None and not vision.language_model_only:
         if options.build.mtp_num_layers:
             raise UsageError(
-                f"{as_flag('mtp_num_layers', options)}: layers of multi-token prediction are not known of this "
-                "vision-language model. Remove it."
+                f"{as_flag('mtp_num_layers', options)}: layers of multi-token prediction train on text alone. Set "
+                "--language_model_only true, or remove it."
             )
         if trains_tower(vision):
             yield from _check_training(options)

@@ -5,23 +5,71 @@ The reference is plain torch around transformers' decoder layers, for each docum
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.bridge import families
-from tests.bridge.families import deepseek_v3, deepseek_v32
+from tests.bridge.families import deepseek_v3, deepseek_v32, qwen3_5_moe_text, qwen3_5_text, qwen3_next
 from tests.bridge.families.test_families import one_process  # noqa: F401
 from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
-DEPTHS, SCALE, BOUND = 2, 0.3, 1e-4
-# With seeds that leave no tie among scores of experts or of keys, which few heads of an indexer would make at 0.
-SEEDS = {"DeepseekV3": 0, "DeepseekV32": 1}
-CONFIGS = {
-    "DeepseekV3": lambda: deepseek_v3.config(num_mtp_layers=DEPTHS),
-    "DeepseekV32": lambda: deepseek_v32.config(num_nextn_predict_layers=DEPTHS, index_n_heads=16),
+SCALE, BOUND = 0.3, 1e-4
+
+
+class Case(NamedTuple):
+    """Model with further layers."""
+
+    config: Callable[[], Any]
+    depths: int
+    alike: int  # layer of the model of whose kind they are
+    prefix: str  # of a layer's tensors in the files
+    names: dict[str, str]  # in the files of those beside the inner layer; the others are named as here
+    weight: str  # one of the model's, whose gradient is compared
+    seed: int = 0  # leaves no tie among scores of experts or of keys, which few heads of an indexer would make at 0
+    norm: float = 1.0  # mean of norms
+    axes: tuple[int, ...] = ()  # of positions
+    means: Mapping[str, float] = {}  # of the model's tensors, as in `Tiny`
+    stds: Mapping[str, float] = {}
+
+
+DEEPSEEK = Case(
+    lambda: deepseek_v3.config(num_mtp_layers=2),
+    depths=2,
+    alike=-1,
+    prefix="model.layers.{layer}.",
+    names={"norm.weight": "model.layers.{layer}.shared_head.norm.weight"},
+    weight="model.layers.0.self_attn.kv_b_proj.weight",
+)
+QWEN = Case(
+    lambda: qwen3_next.config(),
+    depths=1,
+    alike=1,
+    prefix="mtp.layers.0.",
+    names={
+        "norm.weight": "mtp.norm.weight",
+        "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj.weight": "mtp.fc.weight",
+    },
+    weight="model.layers.1.self_attn.k_proj.weight",
+    norm=0.0,
+    means=qwen3_next.MEANS,
+    stds=qwen3_next.STDS,
+)
+CASES = {
+    "DeepseekV3": DEEPSEEK,
+    "DeepseekV32": DEEPSEEK._replace(
+        config=lambda: deepseek_v32.config(num_nextn_predict_layers=2, index_n_heads=16), seed=1
+    ),
+    "Qwen3Next": QWEN,
+    "Qwen3_5": QWEN._replace(config=lambda: qwen3_5_text.config(), axes=(3,)),
+    "Qwen3_5Moe": QWEN._replace(config=lambda: qwen3_5_moe_text.config(), axes=(3,)),
 }
+LONG = "DeepseekV32", "Qwen3_5", "Qwen3_5Moe"
 
 
 def make(folder: Path, name: str) -> dict:
@@ -31,32 +79,35 @@ def make(folder: Path, name: str) -> dict:
 
     from tests.bridge.families import reference
 
-    settings, seed = CONFIGS[name](), SEEDS[name]
-    tiny = families.Tiny(lambda: settings)
-    model = reference.random_model(tiny, seed)
+    case = CASES[name]
+    settings, seed = case.config(), case.seed
+    model = reference.random_model(families.Tiny(lambda: settings, means=case.means, stds=case.stds), seed)
     model.save_pretrained(folder)
     code = sys.modules[type(model).__module__]
     decoder_layer, rms_norm = getattr(code, f"{name}DecoderLayer"), getattr(code, f"{name}RMSNorm")
     layers = []
-    for depth in range(DEPTHS):
+    for depth in range(case.depths):
         layer = torch.nn.Module()
-        layer.block = decoder_layer(settings, settings.num_hidden_layers - 1)  # with experts
+        layer.block = decoder_layer(settings, case.alike % settings.num_hidden_layers)
         layer.block.self_attn.config._attn_implementation = "eager"
-        layer.enorm, layer.hnorm, layer.norm = (rms_norm(settings.hidden_size, 1e-4) for _ in range(3))
+        layer.enorm, layer.hnorm, layer.norm = (rms_norm(settings.hidden_size, settings.rms_norm_eps) for _ in range(3))
         layer.eh_proj = torch.nn.Linear(2 * settings.hidden_size, settings.hidden_size, bias=False)
         generator = torch.Generator().manual_seed(10 * (seed + 1) + depth)
         for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
             noise = torch.randn(tensor.shape, generator=generator) * 0.2
-            tensor.data.copy_(noise + 1 if "norm" in name else noise)
+            tensor.data.copy_(noise + case.norm if "norm" in name else noise)
         layers.append(layer)
 
     def in_files(tensors_of) -> dict:
         found = {}
         for depth, layer in enumerate(layers):
-            prefix = f"model.layers.{settings.num_hidden_layers + depth}."
+            number = settings.num_hidden_layers + depth
+            prefix = case.prefix.format(layer=number)
             for name, tensor in tensors_of(layer):
+                if name in case.names:
+                    found[case.names[name].format(layer=number)] = tensor
+                    continue
                 name = name.removeprefix("block.")
-                name = f"shared_head.{name}" if name == "norm.weight" else name
                 if name.endswith("experts.gate_up_proj"):
                     for expert, both in enumerate(tensor):
                         gate, up = both.chunk(2)
@@ -70,8 +121,9 @@ def make(folder: Path, name: str) -> dict:
 
     tensors = load_file(folder / "model.safetensors")
     tensors |= in_files(lambda layer: [*layer.named_parameters(), *layer.named_buffers()])
-    first = f"model.layers.{settings.num_hidden_layers}."
-    tensors[first + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if case.prefix == DEEPSEEK.prefix:  # a copy, as on the hub
+        first = f"model.layers.{settings.num_hidden_layers}."
+        tensors[first + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     main, further = torch.zeros(()), torch.zeros(())
@@ -80,7 +132,7 @@ def make(folder: Path, name: str) -> dict:
     for ids, weights in (document for pack in packs for document in pack):
         tokens, weights = torch.from_numpy(ids), torch.from_numpy(weights)
         hidden = model.model(tokens[None]).last_hidden_state
-        turns = model.model.rotary_emb(hidden, torch.arange(len(tokens))[None])
+        turns = model.model.rotary_emb(hidden, torch.arange(len(tokens)).expand(*case.axes, 1, -1))
         main = main + loss(model, hidden, tokens, weights, 1)
         for depth, layer in enumerate(layers, start=1):
             if len(tokens) - depth < 2:
@@ -93,12 +145,12 @@ def make(folder: Path, name: str) -> dict:
             cos, sin = (turn[:, :kept] for turn in turns)
             hidden = layer.norm(layer.block(hidden, attention_mask=mask, position_embeddings=(cos, sin)))
             further = further + loss(model, hidden, tokens, weights, depth + 1)
-    main, further = main / count, further / count / DEPTHS
+    main, further = main / count, further / count / case.depths
     (main + SCALE * further).backward()
     gradients = in_files(lambda layer: [(name, reference.gradient(p)) for name, p in layer.named_parameters()])
     gradients["model.embed_tokens.weight"] = model.model.embed_tokens.weight.grad
     gradients["lm_head.weight"] = model.lm_head.weight.grad
-    gradients["model.layers.0.self_attn.kv_b_proj.weight"] = model.model.layers[0].self_attn.kv_b_proj.weight.grad
+    gradients[case.weight] = model.get_parameter(case.weight).grad
     return {"loss": main.item(), "mtp_loss": further.item(), "gradients": gradients}
 
 
@@ -111,7 +163,9 @@ def loss(model, hidden, tokens, weights, ahead):
     return (losses * weights[ahead:]).sum()
 
 
-@pytest.fixture(scope="module", params=["DeepseekV3", pytest.param("DeepseekV32", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CASES]
+)
 def made(request, tmp_path_factory):
     """The folder, and the reference's losses."""
     import torch
@@ -120,7 +174,9 @@ def made(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prediction")
     expected = make(folder / "fp32", request.param)
     torch.save(expected, folder / "reference.pt")
-    (folder / "flags.json").write_text(json.dumps({"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": SCALE}))
+    (folder / "flags.json").write_text(
+        json.dumps({"mtp_num_layers": CASES[request.param].depths, "mtp_loss_scaling_factor": SCALE})
+    )
     return folder, expected
 
 
@@ -141,8 +197,8 @@ def test_one_process(made, one_process):  # noqa: F811
     compare(worker_prediction.compute(folder, options), expected)
 
 
-@pytest.mark.parametrize("depths", [None, DEPTHS])
-def test_through_megatrons_format(made, one_process, tmp_path, depths):  # noqa: F811
+@pytest.mark.parametrize("trains", [False, True])
+def test_through_megatrons_format(made, one_process, tmp_path, trains):  # noqa: F811
     """As parts of the model, or beside it: what comes back is what was there."""
     import torch
     from megaswift.bridge.checkpoint.distributed import count_mtp_depths, load_distributed, save_distributed
@@ -152,6 +208,7 @@ def test_through_megatrons_format(made, one_process, tmp_path, depths):  # noqa:
     from tests.bridge.families import worker
 
     source, (mcore, back) = made[0] / "fp32", (tmp_path / name for name in ("mcore", "back"))
+    depths = json.loads((made[0] / "flags.json").read_text())["mtp_num_layers"] if trains else None
     config, options = read_config(source), worker.options_of({"mtp_num_layers": depths})
     model = worker.open_model(source, options, torch.float32)
     mcore.mkdir()
@@ -184,7 +241,7 @@ def test_what_cannot_be_is_refused(made, one_process):  # noqa: F811
 
     folder, _ = made
     for flags, message in (
-        ({"mtp_num_layers": 3}, "--mtp_num_layers 3: config.json has num_nextn_predict_layers 2"),
+        ({"mtp_num_layers": 3}, r"--mtp_num_layers 3: config.json has (num_nextn_predict_layers 2|1 such layers)"),
         ({"mtp_num_layers": 1, "pipeline_model_parallel_size": 2}, "needs --pipeline_model_parallel_size 1"),
     ):
         with pytest.raises(ValueError, match=message):

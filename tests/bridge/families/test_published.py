@@ -179,6 +179,16 @@ def test_layers_that_predict_further_tokens(name, tables, published):
     assert count(found.values()) + copies == published
 
 
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if "mtp.fc.weight" in model.extra])
+def test_the_layer_beside_qwens_models_is_in_the_table(name):
+    """Files have its experts one by one or stacked, and dense models none."""
+    about, found = text_model(name, mtp_depths=1)
+    layer = {each for each in MODELS[name].extra if each.startswith("mtp.")}
+    experts = {each for each in layer if ".experts." in each}
+    assert layer - experts <= found.keys()
+    assert bool(experts & found.keys()) == ("num_moe_experts" in about.transformer)
+
+
 def test_scales_of_quantised_matrices():
     """DeepSeek-V3's 684.5 billion on the hub are its tensors, two more tables, and a scale for each block."""
     about, found = text_model("DeepSeek-V3", mtp_depths=1)
