@@ -20,7 +20,7 @@ tokenizer = load_tokenizer(Path(sys.argv[1]))
 heavy = {"sklearn", "scipy", "pandas", "torch._dynamo", "torchvision", "transformers.generation.utils",
          "transformers.modeling_utils", "transformers.models.auto.modeling_auto"} & set(sys.modules)
 assert not heavy, heavy
-source = str(Path(sys.modules["transformers"].__file__).parent / "models" / "qwen2" / "modeling_qwen2.py")
+source = str(Path(sys.modules["transformers"].__file__).parent / "models" / "bert" / "modeling_bert.py")
 assert opened[source] == 1, opened[source]
 """
 MODELS = """
