@@ -60,7 +60,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader  # what reads a package's files asks it for them
+        module.__loader__ = self._loader  # asked for the package's files by readers of resources
         if module.__spec__:
             module.__spec__.loader = self._loader
         with self._around(module):
