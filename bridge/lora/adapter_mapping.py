@@ -102,7 +102,8 @@ def plan_adapters(
     """
     if settings.rank < 1:
         raise ValueError(f"--lora_rank {settings.rank} must be at least 1")
-    entries = _by_module(entries, architecture)
+    # PEFT's model has no layers of multi-token prediction.
+    entries = _by_module({k: entry for k, entry in entries.items() if not k.name.startswith("mtp.")}, architecture)
     plan, hits = AdapterPlan(), dict.fromkeys(settings.targets, 0)
     for key, entry in entries.items():  # modules of the tower without adapters: their names are not to be targets
         if key.name.startswith(TOWERS) and _module_of(key).rpartition(".")[2] not in LINEAR_MODULES:
@@ -194,7 +195,7 @@ def _module_of(key: ParamKey) -> str:
 def _matrices(entries: ParamTable) -> Iterator[_Matrix]:
     for key, entry in entries.items():
         module, leaf = _module_of(key), key.name.rpartition(".")[2]
-        if leaf != "weight" or key.name.startswith("mtp.") or (key == OUTPUT and entry == entries.get(EMBEDDING)):
+        if leaf != "weight" or (key == OUTPUT and entry == entries.get(EMBEDDING)):
             continue
         if module.rpartition(".")[2] in LINEAR_MODULES | {ROUTER, EMBEDDING_MODULE, "output_layer"}:
             yield _Matrix(key, entry, module, tuple(name.removesuffix(".weight") for name in entry.hf))

@@ -98,7 +98,6 @@ def _check_lora(options: SftOptions, sources: Mapping[str, str]) -> None:
         )
     for name, reason in (
         ("fp8_param_gather", "frozen weights are not gathered"),
-        ("mtp_num_layers", "its layers support no adapters"),
         ("dsa_indexer_loss_coeff", "indexers support no adapters"),
     ):
         if flag_value(options, name):

@@ -29,6 +29,8 @@ class Case(NamedTuple):
     prefix: str  # of a layer's tensors in the files
     names: dict[str, str]  # in the files of those beside the inner layer; the others are named as here
     weight: str  # one of the model's, whose gradient is compared
+    output: str  # an output matrix of attention, likewise, and where it is in megatron-core's model
+    place: str
     seed: int = 0  # leaves no tie among scores of experts or of keys, which few heads of an indexer would make at 0
     norm: float = 1.0  # mean of norms
     axes: tuple[int, ...] = ()  # of positions
@@ -43,6 +45,8 @@ DEEPSEEK = Case(
     prefix="model.layers.{layer}.",
     names={"norm.weight": "model.layers.{layer}.shared_head.norm.weight"},
     weight="model.layers.0.self_attn.kv_b_proj.weight",
+    output="model.layers.0.self_attn.o_proj.weight",
+    place="decoder.layers.0.self_attention.linear_proj",
 )
 QWEN = Case(
     lambda: qwen3_next.config(),
@@ -56,6 +60,8 @@ QWEN = Case(
         "eh_proj.weight": "mtp.fc.weight",
     },
     weight="model.layers.1.self_attn.k_proj.weight",
+    output="model.layers.1.self_attn.o_proj.weight",
+    place="decoder.layers.1.self_attention.linear_proj",
     norm=0.0,
     means=qwen3_next.MEANS,
     stds=qwen3_next.STDS,
@@ -150,7 +156,8 @@ def make(folder: Path, name: str) -> dict:
     gradients = in_files(lambda layer: [(name, reference.gradient(p)) for name, p in layer.named_parameters()])
     gradients["model.embed_tokens.weight"] = model.model.embed_tokens.weight.grad
     gradients["lm_head.weight"] = model.lm_head.weight.grad
-    gradients[case.weight] = model.get_parameter(case.weight).grad
+    for name in (case.weight, case.output):
+        gradients[name] = model.get_parameter(name).grad
     return {"loss": main.item(), "mtp_loss": further.item(), "gradients": gradients}
 
 
@@ -195,6 +202,37 @@ def test_one_process(made, one_process):  # noqa: F811
     assert expected["mtp_loss"] > 1
     options = worker.options_of(json.loads((folder / "flags.json").read_text()))
     compare(worker_prediction.compute(folder, options), expected)
+
+
+def test_its_loss_trains_adapters_of_the_model(made, request, one_process):  # noqa: F811
+    """The gradient of lora_B, which is 0, is that of its weight times lora_A; the further layers have no adapters."""
+    import torch
+    from megaswift.bridge.checkpoint.hub import read_config
+    from megaswift.bridge.lora.attach import attach_adapters
+    from megaswift.bridge.lora.settings import LoraSettings
+    from megaswift.bridge.options import LoraOptions
+    from megaswift.tasks.train.optimizer import wrap_for_data_parallelism
+    from megaswift.tasks.train.step import run_schedule, sft_loss
+
+    from tests.bridge.families import worker
+
+    folder, expected = made
+    case = CASES[request.node.callspec.params["made"]]
+    options = worker.options_of(json.loads((folder / "flags.json").read_text()))
+    model = worker.open_model(folder / "fp32", options, torch.float32)
+    settings = LoraSettings.from_options(LoraOptions(lora_rank=4, lora_alpha=8, lora_dropout=0.0))
+    attach_adapters(model, read_config(folder / "fp32"), settings, seed=3)
+    trained = [name for name, parameter in model.chunks[0].named_parameters() if parameter.requires_grad]
+    assert trained
+    assert not [name for name in trained if name.startswith("mtp.")]
+    chunks = wrap_for_data_parallelism(model, options)
+    for chunk in chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    run_schedule(model, chunks, worker.batches(options, packed=True), sft_loss, forward_only=False)
+    adapter = model.chunks[0].get_submodule(case.place).adapter
+    gradient = 2.0 * expected["gradients"][case.output] @ adapter.lora_A.T
+    torch.testing.assert_close(adapter.lora_B.main_grad, gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -127,7 +127,6 @@ def test_flags_of_lora_in_a_config_file(dense: Path, tmp_path: Path) -> None:
             "of them.",
         ),
         ("--fp8_param_gather true", "--fp8_param_gather true cannot be used with --tuner_type lora in this version"),
-        ("--mtp_num_layers 1", "--mtp_num_layers 1 cannot be used with --tuner_type lora in this version"),
         ("--freeze_parameters model.", "--freeze_parameters model. cannot be used with --tuner_type lora"),
         ("--apply_wd_to_qk_layernorm true", "--apply_wd_to_qk_layernorm true cannot be used with --tuner_type lora"),
         ("--freeze_parameters_ratio 0.5", "--freeze_parameters_ratio 0.5 cannot be used with --tuner_type lora"),
