@@ -33,8 +33,8 @@ def offload_recomputed(chunks: Sequence[GPTModel], num_layers: int) -> None:
         recomputed = chunk.config.recompute_num_layers or 1
         if chunk.config.recompute_method == "block" and layers > recomputed:
             raise ValueError(
-                f"--cpu_offloading_num_layers {num_layers}: with --recompute_method block only the first {recomputed} "
-                "layers of each chunk are recomputed, and only these can be offloaded. Set fewer, or recompute more"
+                f"--cpu_offloading_num_layers {num_layers}: more than --recompute_num_layers {recomputed} of a chunk, "
+                "and with --recompute_method block only recomputed layers are offloaded. Set fewer, or recompute more"
             )
         if layers:
             recompute = _ChunkRecompute(layers, recomputed if chunk.config.recompute_method == "uniform" else 1)

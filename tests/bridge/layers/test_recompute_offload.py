@@ -103,7 +103,7 @@ def test_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     ("num_layers", "method", "message"),
     [
         (5, "uniform", "a pipeline stage has 4 layers. Set at most these"),
-        (3, "block", "only the first 1 layers of each chunk are recomputed"),
+        (3, "block", "3: more than --recompute_num_layers 1 of a chunk"),
     ],
 )
 def test_layers_that_are_not_recomputed(num_layers: int, method: str, message: str) -> None:
