@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..kernels.kept_outputs import KeptTensor
 from ..mapping.local_params import decoder_layers
+from .host_pool import HostPool
 
 MIN_BYTES = 2**18  # smallest tensor to offload: copies of smaller ones would cost more time than the memory is worth
 
@@ -42,9 +43,10 @@ def check_layers(num_layers: int, layers: int) -> None:
 
 
 class Streams:
-    """Streams of the copies in both directions, made when they are first used; without a GPU none."""
+    """Host memory, and streams of the copies in both directions, made when they are first used; without a GPU none."""
 
     def __init__(self) -> None:
+        self.host = HostPool()
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def get(self, name: str) -> torch.cuda.Stream:
@@ -132,15 +134,19 @@ class SavedTensor:
         self._is_cuda = tensor.is_cuda
         self._form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         self._fetched: Tensor | None = None
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        self._block = streams.host.take(tensor.nbytes)
+        weakref.finalize(self, streams.host.give_back, self._block).atexit = False
+        self._host = self._block.as_tensor(tensor)
         if not self._is_cuda:
             self._host.copy_(tensor)
             return
         stream = streams.get("to host")
         stream.wait_stream(torch.cuda.current_stream())
+        if self._block.last_use is not None:
+            stream.wait_event(self._block.last_use)
         with torch.cuda.stream(stream):
             self._host.copy_(tensor, non_blocking=True)
-            self._event = stream.record_event()
+            self._event = self._block.last_use = stream.record_event()
 
     def release(self) -> None:
         if self._is_cuda and self._source is not None:
@@ -160,7 +166,7 @@ class SavedTensor:
         copies.wait_event(self._event)
         with torch.cuda.stream(copies):
             self._fetched.copy_(self._host, non_blocking=True)
-            self._event = copies.record_event()
+            self._event = self._block.last_use = copies.record_event()
 
     def get(self) -> Tensor:
         """Return the tensor on the device, and begin to fetch those of the layer before."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...bridge import runtime
+from ...bridge.pinned_memory import PinnedAllocator
 from ..system.memory import available_host_memory
-from ..system.pinned_memory import PinnedAllocator
 from . import device_visits
 from .adamw import AdamW, TensorRow
 from .optimizer_buckets import Piece, Workspace, divide

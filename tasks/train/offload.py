@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from ...bridge import runtime
-from ..system.pinned_memory import ALIGNMENT, PinnedMemory
+from ...bridge.pinned_memory import ALIGNMENT, PinnedMemory
 from .optimizer import chained_optimizers
 from .step import TrainState
 

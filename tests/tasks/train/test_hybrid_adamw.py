@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
+from megaswift.bridge import pinned_memory
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.option_groups import compose
 from megaswift.tasks.options import SftOptions
-from megaswift.tasks.system import pinned_memory
 from megaswift.tasks.train import device_visits, hybrid_adamw
 from megaswift.tasks.train.hybrid_adamw import HybridAdamW, StatePlacement, check_host_memory
 from megaswift.tasks.train.optimizer import build_optimizer, chained_optimizers, wrap_for_data_parallelism

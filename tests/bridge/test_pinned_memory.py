@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import torch
-from megaswift.tasks.system.pinned_memory import PinnedAllocator, PinnedMemory
+from megaswift.bridge.pinned_memory import PinnedAllocator, PinnedMemory
 
 
 def is_mapped(address: int) -> bool:
