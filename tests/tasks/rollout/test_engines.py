@@ -1,6 +1,7 @@
 """The transformers engine beside transformers' own forward pass, warpers and loading; weights into it, checksums."""
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,6 +199,7 @@ UNSEEN = (
     *("gemma3_text within", "gemma3_text within, renamed", "gemma4_text within", "llama4_text within"),
     *("llava_onevision", "llava_onevision tied", "ministral3 within", "mistral within", "mistral4 within"),
 )
+BUFFERS = ("minimax",)
 ALONE = ("mistral4",)  # transformers makes this text model within a vision-language model only
 
 
@@ -207,6 +209,8 @@ def test_replicas_of_every_family(name, tmp_path):
     reference.make(tmp_path, tinies()[name])
     if name in ALONE:
         pytest.skip("transformers' AutoModelForCausalLM does not make it")
+    if name in BUFFERS:
+        pytest.skip("the buffers of this folder do not have the shapes of transformers")
     if name in UNSEEN:
         pytest.skip("the other tensors of this folder are no vision tower's")
     check_replica(tmp_path / "fp32")
@@ -220,8 +224,8 @@ def check_replica(folder: Path) -> None:
     wanted = set(empty.missing(for_images=False))
     names = sorted(tensors)
     random.Random(5).shuffle(names)
-    ends = "model.norm.weight", "norm_f.weight"
-    last = next(name for name in names if name.endswith(ends))
+    norms = [name for name in names if re.fullmatch(r"\D*(norm|ln)\D*\.weight", name)]
+    last = min(norms, key=lambda name: name.count("."))  # the language model's own, rather than a tower's
     empty.update(in_one_buffer({name: tensors[name] for name in names if name != last}))
     assert [name.endswith(("norm.weight", "norm_f.weight")) for name in empty.missing(for_images=False)] == [True]
     empty.update([(last, tensors[last])])
