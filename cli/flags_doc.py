@@ -64,7 +64,7 @@ DIFFERENT_DEFAULTS = {
     "overlap_param_gather": ("false", "the same numbers, faster; on with it and --use_distributed_optimizer"),
     "offload_model": ("false", "unset: if vLLM in the training processes would lack memory"),
     "offload_optimizer": ("false", "unset: if vLLM in the training processes would lack memory"),
-    "sleep_level": ("0", "default: 2 for vLLM in the training processes, 1 with --vllm_enable_lora true"),
+    "sleep_level": ("0", "unset: if vLLM may not fit beside training: 2, or 1 with --vllm_enable_lora true"),
     "swanlab_project": ("megatron-swift", "the project's name"),
     "vllm_gpu_memory_utilization": ("0.9", "unset: the memory that the trainer leaves; a server's: 0.9"),
     "wandb_project": ("megatron-swift", "the project's name"),

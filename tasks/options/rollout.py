@@ -108,7 +108,8 @@ class EngineOptions(VllmOptions):
     sleep_level: Annotated[
         int | None,
         "What vLLM frees during training. 0: nothing; 1: its cache, and its weights move to host memory; 2: "
-        "both. Default: 0 in a server; else 2, or 1 with --vllm_enable_lora true.",
+        "both. Default: 0 in a server, and where GRPO's training and vLLM are known to fit at once; else 2, or 1 with "
+        "--vllm_enable_lora true.",
         "[0, 2]",
     ] = None
     offload_model: Annotated[

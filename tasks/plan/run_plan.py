@@ -77,12 +77,18 @@ class RunPlan:
 
     work: Workload
     layout: GpuLayout
-    is_of_measured_kind: bool  # runs of this kind were measured, so that activations are known too
+    has_measured_activations: bool  # runs of this model with these flags were measured, with packing
+    packs: bool
 
     @property
     def memory(self) -> Memory:
         """Return the memory of the rank that needs most."""
         return memory_of_rank(self.work, self.layout)
+
+    @property
+    def is_of_measured_kind(self) -> bool:
+        """Return whether runs of this kind were measured, so that activations are known too."""
+        return self.has_measured_activations and self.packs
 
     @property
     def is_measured(self) -> bool:
@@ -123,6 +129,11 @@ def plan_run(
     """
     if unplanned := next(_unplanned_flags(options), None):
         raise UnplannedRunError(unplanned)
+    return _plan_model(options, world, images, gpu_bytes)
+
+
+def _plan_model(options: SftOptions, world: int, images: Images, gpu_bytes: float | None) -> RunPlan:
+    """Return the plan of a run of any task, as of `plan_run`, as far as model, batch and layout determine it."""
     folder = source_folder(options, options.mcore_model, weights=False)
     hf_config = read_config(folder, mcore=bool(options.mcore_model))
     if images.share and (unplanned := _unplanned_tower(options, hf_config)):
@@ -138,7 +149,8 @@ def plan_run(
     if gpu_bytes:
         work = replace(work, gpu_bytes=gpu_bytes)
     layout = layout_of(options, world)
-    return RunPlan(work, layout, _is_of_measured_kind(options, work, layout, hf_config["model_type"]))
+    is_measured = _has_measured_activations(options, work, layout, hf_config["model_type"])
+    return RunPlan(work, layout, is_measured, options.data.packing)
 
 
 def pack_length(options: SftOptions) -> int | None:
@@ -232,13 +244,12 @@ def _changed(group: object) -> Iterator[str]:
     return (name for name, value in vars(group).items() if value != getattr(default, name))
 
 
-def _is_of_measured_kind(options: SftOptions, work: Workload, layout: GpuLayout, model_type: str) -> bool:
-    """Return whether the plan of the activations is held against runs of this kind (docs/plan.md)."""
+def _has_measured_activations(options: SftOptions, work: Workload, layout: GpuLayout, model_type: str) -> bool:
+    """Return whether the plan of the activations is held against runs of this kind (docs/plan.md), with packing."""
     return (
         model_type in MEASURED_MODELS
         and not (layout.context > 1 and (work.tower or model_type == "gpt_oss"))
-        and options.data.packing
-        and not options.token_loss.enable_dft_loss  # type: ignore[attr-defined]
+        and not flag_value(options, "enable_dft_loss", False)
         and {"core_attn", "mlp"}.issuperset(options.build.recompute_modules)
         and all(name in MEASURED_FLAGS for name in _changed(options.build))
     )
@@ -287,6 +298,26 @@ def tower_patches(options: SftOptions, world: int, gpu_bytes: float) -> int:
         logger.warning("The memory of the run's vision tower was not planned: %r", error)
         return 0
     return kept_patches(plan.work, plan.layout) if plan.is_of_measured_kind else 0
+
+
+def step_bytes(options: SftOptions, world: int, gpu_bytes: float, longest: int) -> float | None:
+    """Return the bytes of a GPU that a training step takes beyond weights, gradients and optimizer's state.
+
+    The task may be any that computes log-probabilities of text. None: they are not known.
+    gpu_bytes: memory of a GPU; longest: tokens of the longest sequence
+    """
+    try:
+        plan = _plan_model(options, world, TEXT, gpu_bytes)
+    except UnplannedRunError:
+        return None
+    except Exception as error:  # a fault of the plan must not stop a run
+        logger.warning("The memory of the run's steps was not planned: %r", error)
+        return None
+    if not plan.has_measured_activations:
+        return None
+    length = max(longest, plan.work.length) if plan.packs else longest
+    memory = replace(plan, work=replace(plan.work, length=length, document_length=longest)).memory
+    return (memory.total - sum(getattr(memory, name) for name in STATES)) * MARGIN
 
 
 def memory_line(

@@ -85,17 +85,19 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
 
     # Full weights are sent before each generation anyway. Keeping a copy on the host takes memory, and half a minute at
     # the start (28 GB a process on an H200's host).
-    default_level = 1 if rank else 2
-    level = (default_level if options.sleep_level is None else options.sleep_level) if torch.cuda.is_available() else 0
+    level = (1 if rank else 2) if options.sleep_level is None else options.sleep_level
     moves = OffloadPlan(bool(options.offload_model), bool(options.offload_optimizer))
     memory_share, note = options.vllm_gpu_memory_utilization or 0.9, "completions: vLLM, in this process"
     if torch.cuda.is_available():
-        budget = plan_engine_memory(run, model, sleeps=level > 0)
+        budget = plan_engine_memory(run, model, sleeps=None if options.sleep_level is None else level > 0)
+        level = level if budget.sleeps else 0
         memory_share, moves = budget.share, OffloadPlan(budget.offload_weights, budget.offload_optimizer)
         offloaded = " and ".join(["the model"] * moves.weights + ["the optimizer's state"] * moves.optimizer)
-        note += f", with {memory_share:.2f} of the GPU" + (
+        note += f", with {memory_share:.2f} of the GPU, {'by turns with' if level else 'beside'} training" + (
             f"; {offloaded} offloaded to the host meanwhile" if offloaded else ""
         )
+    else:
+        level = 0
     initial_weights = HostBuffer()
     if moves.weights:
         initial_weights.offload(tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))

@@ -10,7 +10,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ...bridge.model.model import Model
 from ..distributed.collectives import all_gather_objects
+from ..options import GrpoOptions
 from ..options.rollout import EngineOptions
+from ..plan.memory import BYTES, key_values
+from ..plan.run_plan import step_bytes
 from ..plan.workload import TYPE_BYTES
 from ..run.context import Run
 from ..system.memory import GIB
@@ -19,16 +22,21 @@ MAX_SHARE = 0.9  # maximum share of a GPU for vLLM
 BUCKET_BYTES = 2 * GIB  # of weight buckets in flight during a weight sync
 FRAGMENTATION = 0.05  # share of a GPU lost to fragmentation
 MIN_CACHE = 0.1  # minimum share of a GPU for the KV cache, so that enough completions run concurrently
-ACTIVATIONS = 0.25  # share of a GPU for a training step's activations, beside a vLLM that never sleeps
+ACTIVATIONS = 0.25  # share of a GPU for a training step whose memory is not known, beside a vLLM that never sleeps
+WORKSPACE = 6 * GIB  # of vLLM beside weights and KV cache: activations, logits and CUDA graphs
 
 
 @dataclass(frozen=True)
 class EngineMemoryBudget:
-    """vLLM's `share` of each GPU's memory, and whether to offload the trainer's weights and optimizer state."""
+    """vLLM's `share` of each GPU's memory, and whether to offload the trainer's weights and optimizer state.
+
+    sleeps: whether vLLM frees its memory during training
+    """
 
     share: float
     offload_weights: bool
     offload_optimizer: bool
+    sleeps: bool
 
 
 @dataclass(frozen=True)
@@ -41,20 +49,29 @@ class MemoryNeeds:
     gradients: float  # not allocated yet
     optimizer: float  # not allocated yet
     engine: float  # vLLM's weights
+    step: float | None = None  # of a training step, beyond weights, gradients and optimizer; None: not known
+    cache: float | None = None  # KV cache of all completions generated at a time; None: not known
 
 
 def memory_budget(
-    needs: MemoryNeeds, options: EngineOptions, *, sleeps: bool, can_offload_model: bool = True
+    needs: MemoryNeeds, options: EngineOptions, *, sleeps: bool | None, can_offload_model: bool = True
 ) -> EngineMemoryBudget:
-    """Return the budget, with defaults for unset options. Raises ValueError where vLLM's weights cannot fit."""
+    """Return the budget, with defaults for unset options. Raises ValueError where vLLM's weights cannot fit.
+
+    sleeps: None: unless vLLM and a training step are known to fit at once
+    """
     share, requests = options.vllm_gpu_memory_utilization, (options.offload_model, options.offload_optimizer)
     if not can_offload_model:
         requests = False, options.offload_optimizer
+    step = ACTIVATIONS * needs.total if needs.step is None else needs.step
+    beside_training = (
+        needs.total * (1 - FRAGMENTATION) - needs.used - needs.gradients - needs.optimizer - step - BUCKET_BYTES
+    )
+    if sleeps is None:
+        shared = None if any(requests) else _share_beside_training(needs, beside_training, share)
+        share, sleeps = shared or share, shared is None
     if not sleeps:  # vLLM and the trainer use their memory at the same time
-        free = (
-            needs.total - needs.used - needs.gradients - needs.optimizer - (FRAGMENTATION + ACTIVATIONS) * needs.total
-        )
-        return _check(share, free, bool(requests[0]), bool(requests[1]), needs)
+        return _check(share, beside_training, bool(requests[0]), bool(requests[1]), needs, sleeps=False)
     needed = needs.engine + MIN_CACHE * needs.total if share is None else share * needs.total
     free, offload_weights, offload_optimizer = 0.0, False, False
     for defaults in ((False, False), (False, True), (True, True)):
@@ -65,16 +82,39 @@ def memory_budget(
         free = needs.total * (1 - FRAGMENTATION) - remaining - BUCKET_BYTES
         if free >= needed:
             break
-    return _check(share, free, offload_weights, offload_optimizer, needs)
+    return _check(share, free, offload_weights, offload_optimizer, needs, sleeps=True)
+
+
+def _share_beside_training(needs: MemoryNeeds, free: float, share: float | None) -> float | None:
+    """Return vLLM's share of a GPU where it fits into the bytes that training leaves free; None where it may not.
+
+    share: the share that is asked for
+    """
+    if needs.step is None:
+        return None
+    if share is not None:
+        return share if share * needs.total <= free else None
+    if needs.cache is None:
+        return None
+    needed = needs.engine + needs.cache + WORKSPACE
+    if needed > free:
+        return None
+    return round((needed + free) / 2 / needs.total, 2)  # half of the spare memory is left to training
 
 
 def _check(
-    share: float | None, free: float, offload_weights: bool, offload_optimizer: bool, needs: MemoryNeeds
+    share: float | None,
+    free: float,
+    offload_weights: bool,
+    offload_optimizer: bool,
+    needs: MemoryNeeds,
+    *,
+    sleeps: bool,
 ) -> EngineMemoryBudget:
     if share is None:
         share = min(MAX_SHARE, math.floor(100 * free / needs.total) / 100)
     if share * needs.total > needs.engine:
-        return EngineMemoryBudget(share, offload_weights, offload_optimizer)
+        return EngineMemoryBudget(share, offload_weights, offload_optimizer, sleeps)
     raise ValueError(
         f"vLLM's weights, {needs.engine / GIB:.1f} GiB of each GPU, do not fit beside the trainer: "
         f"{max(0.0, share * needs.total) / GIB:.1f} of {needs.total / GIB:.1f} GiB are left. Set a larger "
@@ -83,10 +123,10 @@ def _check(
     )
 
 
-def plan_engine_memory(run: Run, model: Model, *, sleeps: bool) -> EngineMemoryBudget:
+def plan_engine_memory(run: Run, model: Model, *, sleeps: bool | None) -> EngineMemoryBudget:
     """Return vLLM's budget beside the model of this run, before the run's optimizer exists.
 
-    Every rank calls this, and gets the budget of the fullest GPU.
+    Every rank calls this, and gets the budget of the fullest GPU. sleeps: as of `memory_budget`
     """
     options: Any = run.options
     torch.cuda.empty_cache()
@@ -101,9 +141,25 @@ def plan_engine_memory(run: Run, model: Model, *, sleeps: bool) -> EngineMemoryB
         * (4 if options.build.accumulate_allreduce_grads_in_fp32 else 2),
         sum(parameter.numel() * _state_bytes(parameter, options, model.groups) for parameter in trained),
         _count_parameters(parameters, model.groups) * run.dtype.itemsize / options.engine.vllm_tensor_parallel_size,
+        *(() if sleeps else _step_and_cache(run, model, total)),
     )
     fullest = max(all_gather_objects(needs), key=lambda needs: needs.used + needs.optimizer)
     return memory_budget(fullest, options.engine, sleeps=sleeps, can_offload_model=not options.build.fp8_param_gather)
+
+
+def _step_and_cache(run: Run, model: Model, total: float) -> tuple[float | None, float | None]:
+    """Return `MemoryNeeds.step` and `MemoryNeeds.cache`. Those of models with a critic or images are not known."""
+    options, world = run.options, dist.get_world_size()
+    if type(options) is not GrpoOptions or run.builds_tower or options.data.max_length is None:
+        return None, None
+    engine, sampling = options.engine, options.sampling
+    longest = options.data.max_length + sampling.max_completion_length
+    step = step_bytes(options, world, total, longest)
+    config, tensor = model.chunks[0].config, engine.vllm_tensor_parallel_size
+    heads = min(tensor, config.num_query_groups or config.num_attention_heads)  # further ranks hold copies
+    completions = math.ceil((sampling.generation_batch_size or 0) * tensor / world)
+    token_bytes = BYTES * config.num_layers * key_values(config) / heads
+    return step, completions * (engine.vllm_max_model_len or longest) * token_bytes
 
 
 def _state_bytes(parameter: torch.nn.Parameter, options: Any, groups: ProcessGroupCollection) -> float:

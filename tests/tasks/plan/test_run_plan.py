@@ -19,6 +19,7 @@ from megaswift.tasks.plan.run_plan import (
     check_fits,
     memory_line,
     plan_run,
+    step_bytes,
     time_line,
     tower_patches,
 )
@@ -294,3 +295,16 @@ def test_the_first_rank_compares_with_its_own_gpu(command, monkeypatch: pytest.M
         context._check_fits(options)
     monkeypatch.setattr(context.dist, "get_world_size", lambda: 8)
     context._check_fits(with_flags(options, micro_batch_size=1))
+
+
+def test_a_step_of_grpo_takes_what_one_of_sft_takes(command) -> None:
+    words = command("4b", "--packing_length 4096 --max_length 1024")
+    grpo = read_options("megatron", ["rlhf", "--rlhf_type", "grpo", "--reward_funcs", "format", *words[1:]])[0]
+    memory = plan_run(options_of(words), 2, TEXT).memory
+    step = memory.activations + memory.logits + memory.reserve
+    assert step_bytes(grpo, 2, 80 * GIB, 1536) == pytest.approx(step * run_plan.MARGIN)
+    grpo.data.packing = False  # micro batches of single sequences
+    alone = step_bytes(grpo, 2, 80 * GIB, 4096)
+    assert alone == pytest.approx(step * run_plan.MARGIN)
+    grpo.build.moe_router_dtype = "fp64"  # a flag beside which activations were not measured
+    assert step_bytes(grpo, 2, 80 * GIB, 4096) is None

@@ -62,7 +62,7 @@ GUIDE = MemoryNeeds(79.1 * GIB, 2 * 2 * BILLION + 1.5 * GIB, 2 * BILLION, 4 * BI
 
 def test_the_guides_example_fits() -> None:
     room = memory_budget(GUIDE, EngineOptions(), sleeps=True)
-    assert room == EngineMemoryBudget(room.share, offload_weights=False, offload_optimizer=False)
+    assert room == EngineMemoryBudget(room.share, offload_weights=False, offload_optimizer=False, sleeps=True)
     stays = GUIDE.used + GUIDE.optimizer
     assert GUIDE.engine < room.share * GUIDE.total < GUIDE.total - stays - 4 * GIB
 
@@ -96,6 +96,35 @@ def test_beside_an_engine_that_never_sleeps_a_step_has_its_memory_too() -> None:
     )
     assert awake.share * GUIDE.total + GUIDE.used + GUIDE.optimizer + GUIDE.gradients < 0.75 * GUIDE.total
     assert awake.share < asleep.share
+
+
+# Qwen3-4B on two GPUs of 140 GB, with a reference: 32 completions of at most 1,536 tokens on each.
+SMALL = MemoryNeeds(139.8 * GIB, 18 * GIB, 7.5 * GIB, 15 * GIB, 22.5 * GIB, 7.5 * GIB, step=12 * GIB, cache=6.8 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "sleeps"),
+    [
+        ({}, {}, False),
+        ({}, {"vllm_gpu_memory_utilization": 0.4}, False),
+        ({}, {"vllm_gpu_memory_utilization": 0.6}, True),
+        ({}, {"offload_optimizer": True}, True),
+        ({"step": None}, {}, True),
+        ({"cache": None}, {}, True),
+        ({"cache": 60 * GIB}, {}, True),
+        ({"total": 79.1 * GIB}, {}, True),
+    ],
+)
+def test_vllm_stays_awake_where_a_training_step_fits_beside_it(changes, options, sleeps) -> None:
+    needs = replace(SMALL, **changes)
+    room = memory_budget(needs, EngineOptions(**options), sleeps=None)
+    assert room.sleeps == sleeps
+    training = needs.used + needs.gradients + needs.optimizer + (needs.step or 0)
+    if not sleeps:
+        assert training + room.share * needs.total < 0.95 * needs.total
+        assert room.share * needs.total > needs.engine + (needs.cache or 0)
+    else:
+        assert room == memory_budget(needs, EngineOptions(**options), sleeps=True)
 
 
 @pytest.mark.parametrize(
