@@ -1,4 +1,4 @@
-"""Tokenizers and configs of transformers without its models.
+"""Tokenizers and configs of transformers without its models, and models without scikit-learn.
 
 transformers imports the base of its models together with AutoTokenizer and AutoConfig, for a class that it adds to
 models from Python files, and for names in docstrings. That base needs scikit-learn (if it is installed), SciPy, pandas
@@ -19,6 +19,7 @@ def enable() -> None:
     change("transformers.models.auto.auto_factory", _without_generation)
     change("transformers.utils.auto_docstring", _without_model_names)
     change("transformers.utils.import_utils", _with_large_cache)
+    change("transformers.generation.candidate_generator", _without_scikit_learn)
 
 
 @contextmanager
@@ -54,6 +55,29 @@ def _without_model_names(module: ModuleType) -> Iterator[None]:
     modules = getattr(module, "PLACEHOLDER_TO_AUTO_MODULE", {})
     if "model_class" in modules:
         modules["model_class"] = "configuration_auto", "__dict__"  # has no names of models
+
+
+@contextmanager
+def _without_scikit_learn(module: ModuleType) -> Iterator[None]:
+    """Import scikit-learn when drafts of assisted generation are judged: it takes a second, with SciPy and pandas."""
+    from transformers import utils
+
+    name = "is_sklearn_available"
+    is_available = getattr(utils, name)
+    setattr(utils, name, lambda: False)
+    try:
+        yield
+    finally:
+        setattr(utils, name, is_available)
+    setattr(module, name, is_available)
+    if is_available() and not hasattr(module, "roc_curve"):
+        module.roc_curve = _roc_curve  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _roc_curve(*arguments: Any, **settings: Any) -> Any:
+    from sklearn.metrics import roc_curve  # pyright: ignore[reportMissingImports]
+
+    return roc_curve(*arguments, **settings)
 
 
 @contextmanager

@@ -72,3 +72,30 @@ def test_models_that_are_there_stay_as_they_are(model: Path) -> None:
     program += "tokenizer = load_tokenizer(Path(sys.argv[1]))\n" + MODELS
     done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+DRAFTS = """
+from transformers import GenerationMixin
+from transformers.generation import candidate_generator
+
+assert candidate_generator.is_sklearn_available()
+assert "sklearn" not in sys.modules
+assert candidate_generator.roc_curve([1], [0.5]) == ([1], [0.5])
+assert "sklearn.metrics" in sys.modules
+"""
+
+
+def test_models_need_no_scikit_learn(model: Path, tmp_path: Path) -> None:
+    """With a package of its name, since it is not among what is installed for tests."""
+    for file, text in {
+        "sklearn/__init__.py": "",
+        "sklearn/metrics.py": "def roc_curve(matches, probabilities):\n    return matches, probabilities\n",
+        "scikit_learn-1.7.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: scikit-learn\nVersion: 1.7.0\n",
+        "scikit_learn-1.7.0.dist-info/RECORD": "sklearn/__init__.py,,\nsklearn/metrics.py,,\n",
+        "scikit_learn-1.7.0.dist-info/top_level.txt": "sklearn\n",
+    }.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    program = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + TOKENIZER + DRAFTS
+    done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
