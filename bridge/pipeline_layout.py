@@ -17,8 +17,8 @@ REPETITIONS = r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"
 def parse_layout(layout: str) -> list[str]:
     """Return the letters of each chunk of a `--pipeline_model_parallel_layout`, in the model's order.
 
-    E is the embedding, t a layer, L the loss. Raises ValueError for what megatron-core does not read, or reads as
-    something else than it builds.
+    E is the embedding, t a layer, m a layer of multi-token prediction, L the loss. Raises ValueError for what
+    megatron-core does not read, or reads as something else than is built.
     """
     flag, text = f"--{LAYOUT} {layout}", layout.replace(",", "")
     for pattern in REPETITIONS:
@@ -26,13 +26,8 @@ def parse_layout(layout: str) -> list[str]:
     chunks = text.split("|")
     if wrong := sorted(set(text) - set("EtmL|")):
         raise ValueError(
-            f"{flag}: has {wrong[0]!r}. Set E (embedding), t (layer) and L (loss), with | between stages, and t*N or "
-            "(...)*N to repeat."
-        )
-    if "m" in text:
-        raise ValueError(
-            f"{flag}: layers of multi-token prediction (m) need --pipeline_model_parallel_size 1 in this version. "
-            "Remove m."
+            f"{flag}: has {wrong[0]!r}. Set E (embedding), t (layer), m (layer of multi-token prediction) and L "
+            "(loss), with | between stages, and t*N or (...)*N to repeat."
         )
     # megatron-core builds the embedding on the first stage and the loss on the last, wherever their letters are.
     for letter, count, place, is_there in (
@@ -41,9 +36,32 @@ def parse_layout(layout: str) -> list[str]:
     ):
         if count != 1 or not is_there:
             raise ValueError(f"{flag}: has {letter} {count} times. Set it once, as the {place} letter.")
+    if "m" in text.removesuffix("L").rstrip("m"):
+        raise ValueError(
+            f"{flag}: layers of multi-token prediction (m) are on the last stage, beside the output layer that they "
+            "share. Set m right before L."
+        )
     if "" in chunks:
         raise ValueError(f"{flag}: stage {chunks.index('') + 1} of {len(chunks)} is empty. Remove its |.")
     return chunks
+
+
+def decoder_layout(options: LayoutOptions) -> str | None:
+    """Return the layout without its layers of multi-token prediction, which megatron-core does not build here."""
+    layout = options.pipeline_model_parallel_layout
+    return None if layout is None else "|".join(parse_layout(layout)).replace("m", "")
+
+
+def check_prediction_layers(options: LayoutOptions, depths: int) -> None:
+    """Raise ValueError if a layout has another number of layers of multi-token prediction than are built."""
+    layout = options.pipeline_model_parallel_layout
+    count = 0 if layout is None else "".join(parse_layout(layout)).count("m")
+    if layout is not None and count != depths:
+        instead = f"Set {'m' * depths} right before L" if depths else f"Set --mtp_num_layers {count}, or remove m"
+        raise ValueError(
+            f"--{LAYOUT} {layout}: has {count} layers of multi-token prediction (m), and --mtp_num_layers is {depths}. "
+            f"{instead}."
+        )
 
 
 def virtual_pipeline_size(options: ParallelOptions) -> int | None:

@@ -23,7 +23,7 @@ from ..lora.attach import Lora
 from ..lora.settings import FUSED, LoraSettings
 from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import collect_params
-from ..mapping.param_mapping import OUTPUT, TOWERS, ParamKey, ParamTable
+from ..mapping.param_mapping import TOWERS, ParamKey, ParamTable
 from ..model.chunk_mapping import describe_chunks
 from ..parallel import barrier
 from .adapter_experts import SeparatedExperts
@@ -125,9 +125,7 @@ def stage_adapter(
     Every rank calls this.
     """
     architecture = describe_chunks(chunks, hf_config)
-    tensors, entries = trained_tensors(chunks, lora)
-    if architecture.tied:
-        tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
+    tensors, entries = trained_tensors(chunks, lora, copies=False)
     parts = destination / "parts"
     if dist.get_rank() == 0:
         parts.mkdir()
@@ -199,10 +197,16 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfi
     return config | {"target_modules": _shorten_names(modules, plan.leaves)}
 
 
-def trained_tensors(chunks: Sequence[GPTModel], lora: Lora) -> tuple[dict[ParamKey, torch.Tensor], ParamTable]:
-    """Return this rank's tensors of adapters and fully trained modules, and the table for all ranks."""
-    saved_modules = {key: tensor for key, tensor in collect_params(chunks).items() if key in lora.plan.modules_to_save}
-    return collect_params(chunks, adapters=True) | saved_modules, lora.plan.all_entries
+def trained_tensors(
+    chunks: Sequence[GPTModel], lora: Lora, *, copies: bool = True
+) -> tuple[dict[ParamKey, torch.Tensor], ParamTable]:
+    """Return this rank's tensors of adapters and fully trained modules, and the table for all ranks.
+
+    copies: as of `collect_params`
+    """
+    weights = collect_params(chunks, copies=copies)
+    saved_modules = {key: tensor for key, tensor in weights.items() if key in lora.plan.modules_to_save}
+    return collect_params(chunks, adapters=True, copies=copies) | saved_modules, lora.plan.all_entries
 
 
 def _join_files(parts: Path, file: Path, lora: Lora) -> None:

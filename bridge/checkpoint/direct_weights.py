@@ -100,9 +100,7 @@ class DirectWeights:
         _, architecture, entries = map_chunks(chunks, hf_config, tensor_names(source))
         merges = merge_functions(chunks) if merge else {}
         local: dict[_Piece, _Local] = {}
-        for param in iter_params(chunks):
-            if architecture.tied and OUTPUT in param.views:
-                continue  # the last stage's copy; the first stage has the embedding itself
+        for param in iter_params(chunks, copies=False):
             piece = _piece(param, entries, dtype)
             module, _, leaf = param.name.rpartition(".")
             functions = tuple(merges.get(key) for key in piece.keys)

@@ -22,7 +22,7 @@ from ..families.thinker import lower_thinker
 from ..lora.merge import merge_functions
 from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import collect_params, local_experts, shard_group, shard_position
-from ..mapping.param_mapping import OUTPUT, TOWERS, MappingEntry, ParamKey, ParamTable, Span, clip_spans
+from ..mapping.param_mapping import TOWERS, MappingEntry, ParamKey, ParamTable, Span, clip_spans
 from ..model.chunk_mapping import map_chunks
 from .conversion_report import describe_sources, describe_tensor, unused_reasons, write_report
 from .fp8_blocks import fp8_specs, quantization_config, quantize_blocks, quantized_names
@@ -112,9 +112,7 @@ def stage_weights(
     """
     destination = Path(destination)
     family, architecture, entries = map_chunks(chunks, hf_config, tensor_names(source))
-    tensors = collect_params(chunks)
-    if architecture.tied:
-        tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
+    tensors = collect_params(chunks, copies=False)
     writer, started = ShardWriter(destination, copy_to_host=copy_to_host), time.perf_counter()
     merges = merge_functions(chunks) if merge else {}
     write_tensors(writer, tensors, entries, architecture, dtype, max_shard_bytes, merges, fp8=fp8)

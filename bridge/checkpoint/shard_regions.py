@@ -91,8 +91,8 @@ class TrainedParams:
     def _is_saved(self, chunk: GPTModel, key: ParamKey, sharded: bool) -> bool:
         if key.name.startswith(TOWERS):  # every rank is in its data-parallel group
             return sharded or dist.get_rank() == 0
-        is_tied_copy, tensor_rank, data_rank = find_replica_id(chunk, self._names[key], key, self._entries[key])
-        return not (is_tied_copy or tensor_rank or (data_rank and not sharded))
+        copy, tensor_rank, data_rank = find_replica_id(chunk, key, self._entries[key])
+        return not (copy or tensor_rank or (data_rank and not sharded))
 
     def _pieces(self, key: ParamKey, shape: Sequence[int]) -> list[tuple[range, int]]:
         """Return the runs of the global tensor that make up a shard, without the vocabulary's padding.

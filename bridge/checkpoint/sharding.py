@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..lora.adapter_mapping import AdapterPlan
 from ..mapping.architecture import Architecture, HfConfig
-from ..mapping.local_params import LocalParam, iter_params, shard_group, shard_position
+from ..mapping.local_params import LocalParam, is_copy, iter_params, shard_group, shard_position
 from ..mapping.param_mapping import (
     EMBEDDING,
     OUTPUT,
@@ -167,7 +167,7 @@ def _shard_tensor(
     ]  # fmt: skip
     axes = len(leading[0])
     name = naming.names[key]
-    replica = find_replica_id(chunk, name, key, entry)
+    replica = find_replica_id(chunk, key, entry)
     if tensor.ndim == shard.ndim and len(pieces) == 1:
         return ShardedTensor.from_rank_offsets(
             name,
@@ -234,12 +234,11 @@ def shard_pieces(
     return sorted(runs)
 
 
-def find_replica_id(chunk: GPTModel, name: str, key: ParamKey, entry: MappingEntry) -> tuple[int, int, int]:
+def find_replica_id(chunk: GPTModel, key: ParamKey, entry: MappingEntry) -> tuple[int, int, int]:
     """Return the replica id of this rank's copy of a tensor. The copy that is saved has only zeros."""
     if key.name.startswith(TOWERS):
         return 0, 0, dist.get_rank()
-    is_tied_copy = name == EMBEDDING.name and not chunk.pre_process  # the last stage's, for the output layer
     shard_rank = shard_group(expert=key.expert is not None).rank() if entry.kind.dim is None else 0
     if key.expert is not None:
         return 0, shard_rank, parallel_state.get_expert_data_parallel_rank()
-    return int(is_tied_copy), shard_rank, parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return int(is_copy(chunk, key)), shard_rank, parallel_state.get_data_parallel_rank(with_context_parallel=True)

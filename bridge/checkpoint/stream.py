@@ -21,7 +21,6 @@ from ..lora.attach import Lora
 from ..lora.merge import merge_functions
 from ..mapping.architecture import HfConfig
 from ..mapping.local_params import collect_params
-from ..mapping.param_mapping import OUTPUT
 from ..model.chunk_mapping import describe_chunks, map_chunks
 from .adapter_files import trained_tensors
 from .safetensors_io import TensorSpec, tensor_names
@@ -74,9 +73,7 @@ def stream_weights(
     gathered (Training.parameters_gathered).
     """
     _, architecture, entries = map_chunks(chunks, hf_config, tensor_names(source))
-    tensors = collect_params(chunks)
-    if architecture.tied:
-        tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
+    tensors = collect_params(chunks, copies=False)
     job_lists = plan_jobs(tensors, entries, architecture, dtype, merge_functions(chunks) if merge else {})
     yield from _stream_buckets(
         _plan_buckets(job_lists, bucket_bytes, {name for entry in entries.values() for name in entry.hf})
@@ -92,9 +89,7 @@ def stream_adapter(
     As `stream_weights`, but each tensor keeps its dtype.
     """
     architecture = describe_chunks(chunks, hf_config)
-    tensors, entries = trained_tensors(chunks, lora)
-    if architecture.tied:
-        tensors.pop(OUTPUT, None)
+    tensors, entries = trained_tensors(chunks, lora, copies=False)
     copies: dict[str, list[str]] = {}
     for name, original in lora.plan.copies.items():
         copies.setdefault(original, []).append(name)

@@ -3,13 +3,19 @@
 At each position, depth k combines the hidden state of depth k - 1 (depth 0: the model's final hidden state, after its
 norm) with the embedding of the token k positions later. Its output predicts the token after that one. Embedding and
 output layer are shared with the model. Names are those of megatron-core's MultiTokenPredictionBlock.
+
+The last pipeline stage has these layers, and a copy of the first stage's embedding. Both start from the same values and
+get the sum of both gradients, so that the same updates keep them equal.
 """
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -69,6 +75,55 @@ class MtpBlock(MegatronModule):
             hidden = layer(hidden, embedding(input_ids=tokens, position_ids=None), documents)
             depths.append(hidden)
         return depths
+
+
+class PredictingModel(GPTModel):
+    """GPTModel with multi-token prediction on its last pipeline stage."""
+
+    def add_prediction(self, depths: int, layer: ModuleSpec, norm: NormBuilder, device: torch.device) -> None:
+        """Build the layers on the last stage, and its copy of the embedding if there are several stages."""
+        is_only_stage = self.pre_process and self.post_process
+        if self.post_process:
+            self.mtp = MtpBlock(self.config, depths, layer, norm).to(device)
+        if self.post_process and not is_only_stage:
+            self.embedding = LanguageModelEmbedding(
+                self.config,
+                self.vocab_size,
+                self.max_sequence_length,
+                position_embedding_type="none",
+                tp_group=self.pg_collection.tp,
+            ).to(device)
+            copy: Any = self.embedding.word_embeddings.weight
+            copy.shared = copy.is_embedding_or_output_parameter = True  # the gradient norm counts it once
+            if self.share_embeddings_and_output_weights:
+                self.output_layer.weight = None  # pyright: ignore[reportAttributeAccessIssue]
+                copy.zero_out_wgrad = True  # as of one stage that has both uses of a weight
+        if not is_only_stage and hasattr(self, "embedding"):
+            # ZeRO-1 shards it alike on both stages: it has a bucket of its own.
+            self.embedding.word_embeddings.weight.shared_embedding = True  # type: ignore[attr-defined]
+
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """Return the weight of the embedding, if this stage has it, as megatron-core's models with prediction do."""
+        if hasattr(self, "embedding"):
+            return self.embedding.word_embeddings.weight
+        return super().shared_embedding_or_output_weight()
+
+
+def reduce_embedding_gradients(chunks: Iterable[torch.nn.Module]) -> None:
+    """Sum the gradients of the embedding, and of its adapter, over the first and the last pipeline stage.
+
+    chunks: wrapped for data parallelism, whose gradients megatron-core has finalized. It has summed those of a weight
+    that is the output layer as well.
+    """
+    for chunk in chunks:
+        model = cast(PredictingModel, getattr(chunk, "module", chunk))
+        is_shared = isinstance(model, PredictingModel) and hasattr(model, "embedding")
+        if not is_shared or (model.pre_process and model.post_process):
+            continue
+        tied = model.embedding.word_embeddings.weight if model.share_embeddings_and_output_weights else None
+        for parameter in model.embedding.parameters():
+            if parameter.requires_grad and parameter is not tied:
+                dist.all_reduce(parameter.main_grad, group=model.embd_group)  # type: ignore[attr-defined]
 
 
 def shift_left(values: Tensor, documents: Documents) -> Tensor:

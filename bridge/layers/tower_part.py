@@ -21,7 +21,6 @@ class TowerPart(nn.Module):
 
     pre_process = post_process = False
     decoder = SimpleNamespace(layers=())
-    mtp = None
 
     def __init__(self, vision: Vision | None, audio: Audio | None, config: TransformerConfig, device: torch.device):
         super().__init__()

@@ -103,7 +103,11 @@ def _build(
     if key.name.endswith(f"{EMBEDDING_MODULE}.weight"):
         is_scattered = getattr(module, "reduce_scatter_embeddings", False)
         sharding = sharding._replace(sequence_parallel=is_scattered)
-        return EmbeddingAdapter(weight, settings.rank, settings.scaling, dtype, sharding, module.vocab_start_index)
+        adapter = EmbeddingAdapter(weight, settings.rank, settings.scaling, dtype, sharding, module.vocab_start_index)
+        for parameter in adapter.parameters():  # those of a copy on another pipeline stage stay equal as it does
+            for name in ("shared", "shared_embedding"):
+                setattr(parameter, name, getattr(weight, name, False))
+        return adapter
     shape = weight.shape[1:] if is_expert else weight.shape
     parts = _part_mask(key, entry, shape, plan.adapted[key], model).to(weight.device)
     if is_expert:

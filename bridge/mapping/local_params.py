@@ -45,20 +45,36 @@ def decoder_layers(chunk: GPTModel) -> list[TransformerLayer]:
     return cast(list[TransformerLayer], list(chunk.decoder.layers))
 
 
-def collect_params(chunks: Sequence[GPTModel], *, adapters: bool = False) -> dict[ParamKey, Tensor]:
+def collect_params(
+    chunks: Sequence[GPTModel], *, adapters: bool = False, copies: bool = True
+) -> dict[ParamKey, Tensor]:
     """Return the parameters and persistent buffers of this rank's chunks by key, in the model's order.
 
-    Stacked experts are separate views. adapters: return only the adapters' tensors, else all others.
+    Stacked experts are separate views. adapters: return only the adapters' tensors, else all others. copies: include
+    the tensors of which the first pipeline stage has the originals (`is_copy`).
     """
-    return {key: view for param in iter_params(chunks, adapters=adapters) for key, view in param.views.items()}
+    params = iter_params(chunks, adapters=adapters, copies=copies)
+    return {key: view for param in params for key, view in param.views.items()}
 
 
-def iter_params(chunks: Sequence[GPTModel], *, adapters: bool = False) -> Iterator[LocalParam]:
+def iter_params(chunks: Sequence[GPTModel], *, adapters: bool = False, copies: bool = True) -> Iterator[LocalParam]:
     """Yield the parameters and persistent buffers of `collect_params`, without separating stacked experts."""
     for chunk in chunks:
         for name, tensor in _named_state(chunk):
             if (ADAPTER in name) == adapters:
-                yield LocalParam(chunk, tensor, dict(iter_views(chunk, name, tensor)), name)
+                views = dict(iter_views(chunk, name, tensor))
+                if copies or not is_copy(chunk, next(iter(views))):
+                    yield LocalParam(chunk, tensor, views, name)
+
+
+def is_copy(chunk: GPTModel, key: ParamKey) -> bool:
+    """Return whether a chunk's tensor is a copy of the first pipeline stage's embedding, or of its adapter.
+
+    The last stage has one for multi-token prediction, and one as its output layer if that is tied.
+    """
+    if chunk.pre_process:
+        return False
+    return key.name.startswith("embedding.") or (key == OUTPUT and chunk.share_embeddings_and_output_weights)
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -107,16 +123,17 @@ def expected_keys(chunks: Sequence[GPTModel], entries: ParamTable, architecture:
     layers = {layer.layer_number - 1 for chunk in chunks for layer in decoder_layers(chunk)}
     experts = local_experts(architecture.transformer.get("num_moe_experts") or 0)
     first, last = any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
+    has_embedding = first or (last and architecture.mtp_depths > 0)
 
     def is_local(key: ParamKey) -> bool:
         if key.name.startswith(TOWERS):
             return True
         if key.layer is not None:
-            numbers = range(architecture.mtp_depths) if key.name.startswith("mtp.") else layers
+            numbers = range(architecture.mtp_depths * last) if key.name.startswith("mtp.") else layers
             return key.layer in numbers and (key.expert is None or key.expert in experts)
         if key == OUTPUT and architecture.tied:
-            return last and not first  # a last stage without the embedding has a copy
-        return first if key.name.startswith("embedding.") else last
+            return last and not has_embedding  # a last stage without the embedding has a copy
+        return has_embedding if key.name.startswith("embedding.") else last
 
     return {key for key in entries if is_local(key)}
 

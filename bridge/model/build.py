@@ -19,7 +19,7 @@ from ..families import family_of
 from ..layers.activation_offload import offload_activations
 from ..layers.embedding import AccumulatingEmbedding
 from ..layers.moe import ExpertLayer
-from ..layers.mtp import MtpBlock
+from ..layers.mtp import PredictingModel
 from ..layers.pooling import ScoreHead
 from ..layers.recompute_offload import offload_recomputed
 from ..layers.rope import make_rotary_rule
@@ -98,11 +98,6 @@ def _add_mtp_layers(
     architecture: Architecture, family: Family, hf_config: HfConfig, options: BuildOptions
 ) -> Architecture:
     depths = options.mtp_num_layers or 0
-    if options.pipeline_model_parallel_size > 1:
-        raise ValueError(
-            f"--mtp_num_layers {depths} needs --pipeline_model_parallel_size 1 in this version: its layers share the "
-            "embedding with the first stage, and the output layer with the last"
-        )
     if family.mtp_mappings is None:
         raise ValueError(f"--mtp_num_layers {depths}: layers of multi-token prediction are not known of {family.name}")
     family.mtp_mappings(family.read(hf_config), depths)
@@ -113,7 +108,7 @@ def _build_chunk(
     config: TransformerConfig, architecture: Architecture, kernels: Kernels, vp_stage: int | None
 ) -> GPTModel:
     tp = config.tensor_model_parallel_size
-    model = GPTModel(
+    model = (PredictingModel if architecture.mtp_depths else GPTModel)(
         config,
         block_spec(config, transformer_engine=kernels.transformer_engine, vp_stage=vp_stage),  # pyright: ignore[reportArgumentType]
         vocab_size=-(-architecture.vocab_size // tp) * tp,  # padded to a multiple of TP in memory only
@@ -137,15 +132,14 @@ def _build_chunk(
     fp8.move_to_device(model, runtime.device())
     if config.fp8:
         fp8.check_sizes(model.decoder)
-    if architecture.mtp_depths:
+    if isinstance(model, PredictingModel):
         layer, norm = mtp_spec(config, transformer_engine=kernels.transformer_engine)
-        model.mtp = MtpBlock(  # pyright: ignore[reportAttributeAccessIssue]
-            config, architecture.mtp_depths, layer, norm
-        ).to(runtime.device())
-    if model.pre_process and config.accumulate_in_matmul:  # pyright: ignore[reportAttributeAccessIssue]
+        model.add_prediction(architecture.mtp_depths, layer, norm, runtime.device())
+    has_embedding = hasattr(model, "embedding")
+    if has_embedding and config.accumulate_in_matmul:  # pyright: ignore[reportAttributeAccessIssue]
         # GPTModel creates its embedding without a spec.
         model.embedding.word_embeddings.__class__ = AccumulatingEmbedding
-    if architecture.embedding_scale != 1.0 and model.pre_process:
+    if has_embedding and architecture.embedding_scale != 1.0:
         scale = float(torch.tensor(architecture.embedding_scale, dtype=config.params_dtype))
         model.embedding.register_forward_hook(lambda module, inputs, output: cast(Tensor, output) * scale)
     return model

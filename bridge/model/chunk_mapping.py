@@ -21,10 +21,10 @@ class ChunkMapping(NamedTuple):
 
 
 def describe_chunks(chunks: Sequence[GPTModel], hf_config: HfConfig) -> Architecture:
-    """Return the architecture in a raw config.json, with the vision tower and prediction layers that `chunks` have."""
-    depths = max((len(chunk.mtp.layers) for chunk in chunks if getattr(chunk, "mtp", None)), default=0)
+    """Return the architecture in a raw config.json, with the tower and prediction layers that the model has."""
+    built: Architecture = chunks[0].config.architecture  # type: ignore[attr-defined]
     has_vision = any(isinstance(chunk, TowerPart) for chunk in chunks)
-    return replace(family_of(hf_config).describe(hf_config, vision=has_vision), mtp_depths=depths)
+    return replace(family_of(hf_config).describe(hf_config, vision=has_vision), mtp_depths=built.mtp_depths)
 
 
 def map_chunks(chunks: Sequence[GPTModel], hf_config: HfConfig, names: Container[str] = ()) -> ChunkMapping:

@@ -17,7 +17,7 @@ from ..layers.mlp import XIELU
 from ..mapping import fp8
 from ..mapping.architecture import Architecture, SparseAttention, TransformerArgs
 from ..options import BuildOptions
-from ..pipeline_layout import divide_layers, virtual_pipeline_size
+from ..pipeline_layout import decoder_layout, divide_layers, virtual_pipeline_size
 from .kernel_selection import Kernels
 
 ACTIVATIONS = {
@@ -63,7 +63,7 @@ def transformer_config(
         "num_layers_in_last_pipeline_stage": last_stage,
         "account_for_embedding_in_pipeline_split": options.account_for_embedding_in_pipeline_split,
         "account_for_loss_in_pipeline_split": options.account_for_loss_in_pipeline_split,
-        "pipeline_model_parallel_layout": options.pipeline_model_parallel_layout,
+        "pipeline_model_parallel_layout": decoder_layout(options),
         "microbatch_group_size_per_vp_stage": options.microbatch_group_size_per_vp_stage,
         "overlap_p2p_comm": overlap_p2p,
         "batch_p2p_comm": not overlap_p2p if options.batch_p2p_comm is None else options.batch_p2p_comm,

@@ -66,9 +66,15 @@ class LastStage:
         return bias
 
     def run_hooks(self) -> None:
-        """Run the output layer's forward hooks, which wait for its weight under overlapped parameter gather."""
-        for hook in self.output_layer._forward_pre_hooks.values():
-            hook(self.output_layer, ())
+        """Run the forward hooks of the output layer, or of the embedding in its place.
+
+        They wait for its weight under overlapped parameter gather.
+        """
+        module = self.output_layer
+        if self.tied_weight is not None and module.weight is None:
+            module = self.model.chunks[-1].embedding.word_embeddings
+        for hook in module._forward_pre_hooks.values():
+            hook(module, ())
 
 
 OutputProcessor = Callable[[LastStage], Tensor]  # see outputs.py

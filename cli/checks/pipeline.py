@@ -1,7 +1,14 @@
 """Checks of pipeline parallelism: flags that exclude each other, and how they divide the model's layers."""
 
 from ...bridge.options import BuildOptions
-from ...bridge.pipeline_layout import ACCOUNTED, LAYOUT, UNEVEN, divide_layers, virtual_pipeline_size
+from ...bridge.pipeline_layout import (
+    ACCOUNTED,
+    LAYOUT,
+    UNEVEN,
+    check_prediction_layers,
+    divide_layers,
+    virtual_pipeline_size,
+)
 from ..flags import UsageError, usage_errors
 
 VIRTUAL = "virtual_pipeline_model_parallel_size"
@@ -20,17 +27,13 @@ def check_pipeline(options: BuildOptions) -> None:
                 f"{flag.split()[0]}."
             )
         return
-    if options.mtp_num_layers:
-        raise UsageError(
-            f"--mtp_num_layers {options.mtp_num_layers} needs --pipeline_model_parallel_size 1 in this version: its "
-            "layers share the embedding with the first stage, and the output layer with the last. Remove one of them."
-        )
     accounted = [f"--{name} true" for name in ACCOUNTED if getattr(options, name)]
     for flags, others in ((layouts, [*uneven, *accounted]), (uneven, accounted)):
         if flags and others:
             raise UsageError(f"{flags[0]} cannot be used with {others[0]}, which divides layers too. Remove one.")
     with usage_errors():
         size = virtual_pipeline_size(options)
+        check_prediction_layers(options, options.mtp_num_layers or 0)
     if virtual is not None and virtual != (size or 1):
         raise UsageError(
             f"--{VIRTUAL} {virtual}: --{LAYOUT} {layout} has {(size or 1) * stages} stages, which are not "

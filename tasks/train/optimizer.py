@@ -24,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from ...bridge import runtime
+from ...bridge.layers.mtp import reduce_embedding_gradients
 from ...bridge.layers.tower_part import TOWER_MODULES
 from ...bridge.layers.vision_tower import MERGERS
 from ...bridge.mapping.param_mapping import TOWERS
@@ -78,13 +79,18 @@ def wrap_for_data_parallelism(
         for parameter in chunk.parameters():
             parameter.has_overlapped_reduction = True  # type: ignore[attr-defined]
     single_or_list = (lambda hooks: hooks[0]) if len(chunks) == 1 else (lambda hooks: hooks)
-    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.finalize_model_grads_func = _finalize_gradients
     if overlap_reduce:
         model.config.no_sync_func = single_or_list([chunk.no_sync for chunk in chunks])
         model.config.grad_sync_func = single_or_list([chunk.start_grad_sync for chunk in chunks])
     if overlap_gather:
         model.config.param_sync_func = single_or_list([chunk.start_param_sync for chunk in chunks])
     return chunks
+
+
+def _finalize_gradients(chunks: list[DistributedDataParallel], *arguments: Any, **settings: Any) -> None:
+    finalize_model_grads(chunks, *arguments, **settings)  # pyright: ignore[reportArgumentType]
+    reduce_embedding_gradients(chunks)
 
 
 def wrap_tower(model: Model, options: ParallelOptions) -> TowerModule | None:

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from megaswift.bridge.options import ParallelOptions
-from megaswift.bridge.pipeline_layout import divide_layers, merged_layout, parse_layout, virtual_pipeline_size
+from megaswift.bridge.pipeline_layout import (
+    check_prediction_layers,
+    decoder_layout,
+    divide_layers,
+    merged_layout,
+    parse_layout,
+    virtual_pipeline_size,
+)
 from megatron.core import parallel_state
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -131,10 +138,11 @@ def test_a_layout_is_read_and_built_as_by_megatron_core(text: str, stage) -> Non
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("Et|xL", "has 'x'. Set E (embedding), t (layer) and L (loss)"),
+        ("Et|xL", "has 'x'. Set E (embedding), t (layer), m (layer of multi-token prediction) and L (loss)"),
         ("Et|(tL", "has '('. Set"),
         ("Et | tL", "has ' '. Set"),
-        ("Et|tmL", "layers of multi-token prediction (m) need --pipeline_model_parallel_size 1"),
+        ("Et|tm|L", "layers of multi-token prediction (m) are on the last stage, beside the output layer"),
+        ("Et|mtmL", "layers of multi-token prediction (m) are on the last stage, beside the output layer"),
         ("tt|tL", "has E 0 times. Set it once, as the first letter."),
         ("tE|tL", "has E 1 times. Set it once, as the first letter."),
         ("|Et|tL|tt", "has E 1 times. Set it once, as the first letter."),
@@ -147,6 +155,23 @@ def test_a_layout_is_read_and_built_as_by_megatron_core(text: str, stage) -> Non
 def test_a_wrong_layout_is_named(layout: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"--pipeline_model_parallel_layout {layout}: {message}")):
         parse_layout(layout)
+
+
+def test_prediction_layers_are_counted_and_left_to_our_own_builder() -> None:
+    options = ParallelOptions(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|(t|)*2t,m*2L")
+    assert divide_layers(options, 4) == [1, 1, 1, 1]
+    assert decoder_layout(options) == "Et|t|t|tL"
+    assert merged_layout(options) == "Ett|ttL"
+    check_prediction_layers(options, 2)
+    with pytest.raises(ValueError, match=r"has 2 layers of .* \(m\), and --mtp_num_layers is 1. Set m right"):
+        check_prediction_layers(options, 1)
+    with pytest.raises(ValueError, match=r"and --mtp_num_layers is 0\. Set --mtp_num_layers 2"):
+        check_prediction_layers(options, 0)
+    without = ParallelOptions(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|ttL")
+    check_prediction_layers(without, 0)
+    with pytest.raises(ValueError, match=r"has 0 layers .* Set mm right before L"):
+        check_prediction_layers(without, 2)
+    check_prediction_layers(ParallelOptions(pipeline_model_parallel_size=2), 2)
 
 
 def test_a_layout_that_does_not_fit() -> None:

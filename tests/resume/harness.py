@@ -50,6 +50,17 @@ TIMES |= {"seconds_per_step", "save_wait", "weight_sync/gb_per_s", "vision_share
 Harm = Callable[[prepared.Running, Path], None]
 
 
+def add_predicting(place: Path) -> str:
+    """Write the tiny model with a layer of multi-token prediction to a place once, and return its name."""
+    from tests.bridge.families import test_prediction
+
+    name = "predicting"
+    if not (place / name).is_dir():
+        test_prediction.make(place / name, "Qwen3Next tied")
+        tiny.save_tokenizer(place / name)
+    return name
+
+
 def make_place(place: Path) -> Path:
     """A folder with tiny models and data, in which runs are started. An epoch is about four steps."""
     for family in ("qwen3", "qwen3_moe"):

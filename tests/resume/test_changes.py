@@ -17,6 +17,7 @@ from tests.resume.harness import (
     LAYOUTS,
     Case,
     Output,
+    add_predicting,
     checkpoints,
     newest,
     signalled,
@@ -62,6 +63,24 @@ def test_another_layout_goes_on_with_the_optimizer_and_the_data(before, after, p
     assert found.keys() == expected.keys()
     for step, row in expected.items():
         assert found[step] == pytest.approx(row, rel=1e-5), step
+    output.compare()
+
+
+@pytest.mark.parametrize("after", ["PP2", pytest.param("", marks=pytest.mark.long)])
+def test_both_copies_of_an_embedding_go_on(after, place):
+    """The last stage's, for multi-token prediction, is not saved: it is read from the first stage's."""
+    model, prediction = add_predicting(place), "--mtp_num_layers 1"
+    before = Case(place, f"predicting {after}", f"{LAYOUTS['PP2']} {prediction}", model, steps=8)
+    case = before if after else Case(place, "predicting", prediction, model, processes=None, steps=8)
+    output = Output(before)
+    output.run(AT_STEP_6)
+    output.strict = bool(after)
+    output.run(case=case)
+    found, expected = ({row["step"]: row for row in each.rows} for each in (output, before.reference))
+    assert found.keys() == expected.keys()
+    for step, row in expected.items():
+        assert row["mtp_loss"] > 0
+        assert found[step] == (row if after else pytest.approx(row, rel=1e-5)), step
     output.compare()
 
 

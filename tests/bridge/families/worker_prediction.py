@@ -4,6 +4,8 @@ torchrun --nproc-per-node 2 -m tests.bridge.families.worker_prediction FOLDER
 """
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,37 +13,144 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megaswift.bridge import parallel
+from megaswift.bridge.checkpoint.adapter_files import save_adapter
+from megaswift.bridge.checkpoint.hub import read_config
+from megaswift.bridge.lora.attach import attach_adapters
+from megaswift.bridge.lora.settings import LoraSettings
+from megaswift.bridge.option_groups import compose
+from megaswift.bridge.options import BuildOptions, LoraOptions
 from megaswift.tasks.options import SftOptions
-from megaswift.tasks.train.step import run_schedule, sft_loss, sum_over_ranks
+from megaswift.tasks.train.optimizer import wrap_for_data_parallelism
+from megaswift.tasks.train.step import run_schedule, sft_loss, sum_over_ranks, train_step
 
-from tests.bridge.families import CP, EP, SP, TP, worker
-from tests.layouts.worker import close
+from tests.bridge.families import CP, EP, LAYOUT, PP, RECOMPUTE_LAYERS, SP, TP, VPP, test_prediction, worker
+from tests.layouts.worker import close, open_training
 
-LAYOUTS = {"TP2 SP": {TP: 2, SP: True}, "CP2": {CP: 2}, "EP2": {EP: 2}}
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+# "{m}": as many letters as there are layers.
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "TP2 SP": {TP: 2, SP: True},
+        "CP2": {CP: 2},
+        "EP2": {EP: 2},
+        "PP2": {PP: 2},
+        "PP2 VPP2 recompute": {PP: 2, VPP: 2} | RECOMPUTE_LAYERS,
+        "PP2 prediction apart": {PP: 2, LAYOUT: "Et|tt|t|{m}L"},
+    },
+    4: {
+        "TP2 SP PP2": {TP: 2, SP: True, PP: 2},
+        "PP2 VPP2 CP2": {PP: 2, VPP: 2, CP: 2},
+        "PP2 EP2": {PP: 2, EP: 2} | OVERLAP,
+        "PP2 ZeRO-1 overlapped": {PP: 2} | OVERLAP,
+    },
+}
 
 
-def compute(folder: Path, options: SftOptions) -> dict[str, Any]:
-    """Both losses, what a round trip changes, and the distance of the gradients to reference.pt."""
+def compute(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """Both losses, what a round trip changes, and the distances to reference.pt of gradients and after training."""
     expected = torch.load(folder / "reference.pt")
+    layout = {"use_distributed_optimizer": False, "ddp_timeout": 120} | layout
+    options = BuildOptions(**layout)
     model = worker.open_model(folder / "fp32", options, torch.float32)
     changed = worker.round_trip(model, folder / "fp32", torch.float32, max_shard_bytes=100_000)
     found = []
     for packed in (True, False):
         with torch.no_grad():
             batches = worker.batches(options, packed=packed)
-            metrics = run_schedule(model, model.chunks, batches, sft_loss, forward_only=True)  # type: ignore[arg-type]
+            metrics = run_schedule(model, model.chunks, batches, sft_loss, forward_only=True)
         names = ["loss", "mtp_loss"]
         found.append(dict(zip(names, sum_over_ranks(model.groups, metrics, names).wait(), strict=True)))
-    gradients = worker.distances_of_gradients(model, options, folder, expected["gradients"])
-    return {"packed": found[0], "padded": found[1], "changed": changed} | gradients
+    result: dict[str, Any] = {"packed": found[0], "padded": found[1], "changed": changed}
+    if not options.use_distributed_optimizer:  # else each rank has a part of the sums
+        result |= worker.distances_of_gradients(model, options, folder, expected["gradients"])
+        result["adapters"] = adapters(folder, options, expected)
+    result["training"] = train(folder, layout, expected)
+    return {"gradients": 0.0, "worst gradient": "", "adapters": {}} | result
+
+
+def train(folder: Path, layout: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """Losses and gradient norms of some steps, and the largest distance of a weight afterwards."""
+    settings = {
+        "lr": test_prediction.LR,
+        "lr_decay_style": "constant",
+        "weight_decay": test_prediction.WEIGHT_DECAY,
+        "adam_eps": test_prediction.EPS,
+        "clip_grad": test_prediction.CLIP,
+    }
+    options = compose(SftOptions, **layout | settings)
+    model = worker.open_model(folder / "fp32", options.build, torch.float32)
+    training = open_training(model, options, None)
+    found: dict[str, Any] = {"losses": [], "mtp_losses": [], "norms": []}
+    for step in range(test_prediction.STEPS):
+        metrics, outcome = train_step(training, worker.batches(options.build, packed=True), sft_loss, step)
+        found["norms"].append(outcome.grad_norm)
+        losses = sum_over_ranks(model.groups, metrics, ["loss", "mtp_loss"]).wait()
+        for name, value in zip(("losses", "mtp_losses"), losses, strict=True):
+            found[name].append(value)
+    with training.parameters_gathered():
+        saved = worker.save(model, folder / "fp32", folder / "trained", torch.float32, 100_000)
+        embedding = next((chunk.embedding for chunk in model.chunks if hasattr(chunk, "embedding")), None)
+        weights: list[Any] = [None] * model.groups.pp.size()
+        weight = None if embedding is None else embedding.word_embeddings.weight.detach().clone()
+        dist.all_gather_object(weights, weight, group=model.groups.pp)
+    # One on the first stage, and its copy on the last.
+    found["copies are equal"] = len(weights) == 1 or bool(torch.equal(weights[0], weights[-1]))
+    distances = {
+        name: ((saved[name] - tensor).abs().max() / tensor.abs().max()).item()
+        for name, tensor in expected["trained"].items()
+    }
+    found["of"] = max(distances, key=lambda name: distances[name])
+    return found | {"largest change": distances[found["of"]]}
+
+
+def adapters(folder: Path, options: BuildOptions, expected: dict[str, Any]) -> dict[str, float]:
+    """Distances of the gradients of factors that are 0: they are the weight's times the other factor.
+
+    The layers of multi-token prediction have no adapters.
+    """
+    model, config = worker.open_model(folder / "fp32", options, torch.float32), read_config(folder / "fp32")
+    targets = ["all-linear"] + ["all-embedding"] * (not model.architecture.tied)
+    flags = LoraOptions(lora_rank=4, lora_alpha=8, lora_dropout=0.0, target_modules=targets)
+    attach_adapters(model, config, LoraSettings.from_options(flags), seed=3)
+    chunks = wrap_for_data_parallelism(model, options)
+    for chunk in chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    run_schedule(model, chunks, worker.batches(options, packed=True), sft_loss, forward_only=False)
+    for name, parameter in (named for chunk in model.chunks for named in chunk.named_parameters()):
+        assert not (name.startswith("mtp.") and parameter.requires_grad)
+        if name.endswith("word_embeddings.adapter.lora_A" if "word_embeddings" in name else ".lora_B"):
+            parameter.data.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "adapter", ignore_errors=True)
+        (folder / "adapter").mkdir()
+    parallel.barrier()
+    save_adapter(model.chunks, config, model.lora, folder / "adapter", base="the base")  # type: ignore[arg-type]
+    parallel.barrier()
+    saved, gradients, scaling = worker.tensors_of(folder / "adapter"), expected["gradients"], 2.0
+    module = "base_model.model." + expected["output"].removesuffix(".weight")
+    pairs = {
+        "linear": (
+            saved[f"{module}.lora_B.weight"],
+            scaling * gradients[expected["output"]] @ saved[f"{module}.lora_A.weight"].T,
+        )
+    }
+    if not model.architecture.tied:
+        module = "base_model.model.model.embed_tokens"
+        factor = saved[f"{module}.lora_embedding_B"]
+        wanted = scaling * (gradients["model.embed_tokens.weight"] @ factor).T
+        pairs["embedding"] = saved[f"{module}.lora_embedding_A"], wanted
+    return {name: ((got - wanted).abs().max() / wanted.abs().max()).item() for name, (got, wanted) in pairs.items()}
 
 
 def main(folder: Path) -> None:
     results = {}
-    for name, layout in LAYOUTS.items():
-        options = worker.options_of(layout | json.loads((folder / "flags.json").read_text()))
-        parallel.initialize(options, seed=1)
-        results[name] = compute(folder, options)
+    flags = json.loads((folder / "flags.json").read_text())
+    for name, layout in LAYOUTS[int(os.environ["WORLD_SIZE"])].items():
+        layout = {key: value.format(m="m" * flags["mtp_num_layers"]) if key == LAYOUT else value
+                  for key, value in layout.items()}  # fmt: skip
+        parallel.initialize(BuildOptions(ddp_timeout=120, **layout), seed=1)
+        results[name] = compute(folder, layout | flags)
         close()
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))

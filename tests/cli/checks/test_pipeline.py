@@ -45,8 +45,9 @@ REF_PP, REF_TP = "--ref_pipeline_model_parallel_size", "--ref_tensor_model_paral
             2,
             f"{LAYOUT} Et|(t|)*2tL: 1 micro batch per data-parallel process and step cannot pass 2",
         ),
-        (f"{PP} 2 {LAYOUT} Ett|ttmL --mtp_num_layers 1", 2, f"--mtp_num_layers 1 needs {PP} 1 in this version"),
-        (f"{PP} 2 {LAYOUT} Ett|ttmL", 2, f"{LAYOUT} Ett|ttmL: layers of multi-token prediction (m) need {PP} 1"),
+        (f"{PP} 2 {LAYOUT} Ett|ttL --mtp_num_layers 1", 2, "(m), and --mtp_num_layers is 1. Set m right"),
+        (f"{PP} 2 {LAYOUT} Ett|ttmL", 2, "(m), and --mtp_num_layers is 0. Set --mtp_num_layers 1, or"),
+        (f"{PP} 2 {LAYOUT} Ett|ttm|L --mtp_num_layers 1", 2, f"{LAYOUT} Ett|ttm|L: layers of multi-token prediction"),
     ],
 )
 def test_divisions_that_are_refused(words: str, world: int, message: str, tmp_path: Path) -> None:
@@ -64,6 +65,8 @@ def test_divisions_that_are_refused(words: str, world: int, message: str, tmp_pa
         (f"{PP} 2 {LAYOUT} E|t*3,tL", 2, [0, 4]),
         (f"{PP} 2 {VPP} 2 {LAYOUT} Et|(t|)*2tL", 2, [1, 1, 1, 1]),
         (f"{PP} 2 {VPP} 1 {LAYOUT} Ettt|tL", 2, [3, 1]),
+        (f"{PP} 2 {LAYOUT} Ettt|tmL --mtp_num_layers 1", 2, [3, 1]),
+        (f"{PP} 2 --mtp_num_layers 1", 2, [2, 2]),
     ],
 )
 def test_divisions_that_can_run(words: str, world: int, layers: list[int], tmp_path: Path) -> None:
