@@ -138,7 +138,8 @@ def make(folder: Path, name: str) -> dict:
         for decays in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
-    expected = {"losses": [], "mtp_losses": [], "norms": [], "output": case.output}
+    expected: dict[str, Any] = {"losses": [], "mtp_losses": [], "norms": [], "output": case.output}
+    expected["parameters"] = sum(parameter.numel() for _, parameter in weights)
     for step in range(STEPS):
         main, further = losses_of(model, layers, case)
         optimizer.zero_grad()
@@ -218,6 +219,7 @@ def compare(result: dict, expected: dict) -> None:
         for name, losses in (("loss", "losses"), ("mtp_loss", "mtp_losses")):
             assert result[rows][name] == pytest.approx(expected[losses][0], rel=BOUND), f"{name} of {rows} documents"
     assert not result["changed"]
+    assert result["parameters"] == expected["parameters"]
     assert result["gradients"] < BOUND, result["worst gradient"]
     for name in ("losses", "mtp_losses", "norms"):
         assert result["training"][name] == pytest.approx(expected[name], rel=BOUND), name
@@ -264,22 +266,23 @@ def test_through_megatrons_format(made, one_process, tmp_path, trains):  # noqa:
 
 
 def test_two_processes(made):
-    folder, expected = made
-    done = torchrun("tests.bridge.families.worker_prediction", folder, processes=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads((folder / "results.json").read_text())
-    assert len(results) == 6
-    for result in results.values():
-        compare(result, expected)
+    compare_layouts(*made, processes=2, layouts=6)
 
 
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "made",
+    [pytest.param(name, marks=[pytest.mark.long] * (name != "Qwen3Next tied")) for name in CASES],
+    indirect=True,
+)
 def test_four_processes(made):
-    folder, expected = made
-    done = torchrun("tests.bridge.families.worker_prediction", folder, processes=4)
+    compare_layouts(*made, processes=4, layouts=4)
+
+
+def compare_layouts(folder: Path, expected: dict, *, processes: int, layouts: int) -> None:
+    done = torchrun("tests.bridge.families.worker_prediction", folder, processes=processes)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((folder / "results.json").read_text())
-    assert len(results) == 4
+    assert len(results) == layouts
     for result in results.values():
         compare(result, expected)
 

@@ -14,9 +14,15 @@ import torch
 import torch.distributed as dist
 from megaswift.bridge import parallel
 from megaswift.bridge.checkpoint.adapter_files import save_adapter
+from megaswift.bridge.checkpoint.distributed import load_distributed, save_distributed
 from megaswift.bridge.checkpoint.hub import read_config
+from megaswift.bridge.checkpoint.stream import stream_weights
 from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
+from megaswift.bridge.mapping.local_params import collect_params
+from megaswift.bridge.model.build import build_model
+from megaswift.bridge.model.model import Model
+from megaswift.bridge.model.trainable import count_parameters
 from megaswift.bridge.option_groups import compose
 from megaswift.bridge.options import BuildOptions, LoraOptions
 from megaswift.tasks.options import SftOptions
@@ -60,12 +66,37 @@ def compute(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
             metrics = run_schedule(model, model.chunks, batches, sft_loss, forward_only=True)
         names = ["loss", "mtp_loss"]
         found.append(dict(zip(names, sum_over_ranks(model.groups, metrics, names).wait(), strict=True)))
-    result: dict[str, Any] = {"packed": found[0], "padded": found[1], "changed": changed}
+    result: dict[str, Any] = {"packed": found[0], "padded": found[1]}
+    result["parameters"] = count_parameters(model, read_config(folder / "fp32"))[1]
+    result["changed"] = changed + through_other_forms(model, options, folder)
     if not options.use_distributed_optimizer:  # else each rank has a part of the sums
         result |= worker.distances_of_gradients(model, options, folder, expected["gradients"])
         result["adapters"] = adapters(folder, options, expected)
     result["training"] = train(folder, layout, expected)
     return {"gradients": 0.0, "worst gradient": "", "adapters": {}} | result
+
+
+def through_other_forms(model: Model, options: BuildOptions, folder: Path) -> str:
+    """Return what differs after megatron-core's format, and in the stream of weights to engines."""
+    source, config = folder / "fp32", read_config(folder / "fp32")
+    before, wrong = worker.tensors_of(source), []
+    streamed = dict(stream_weights(model.chunks, config, source, dtype=torch.float32))
+    wrong += [f"{name} of the stream" for name, tensor in streamed.items() if not torch.equal(tensor, before[name])]
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "mcore", ignore_errors=True)
+        (folder / "mcore").mkdir()
+    parallel.barrier()
+    save_distributed(model.chunks, config, source, folder / "mcore", dtype=torch.float32, converted=True)
+    read = build_model(config, options, torch.float32)
+    with torch.no_grad():
+        for tensor in collect_params(read.chunks).values():
+            tensor.fill_(torch.nan)
+    load_distributed(read.chunks, config, folder / "mcore")
+    ours, theirs = collect_params(model.chunks), collect_params(read.chunks)
+    wrong += [
+        f"{key} of megatron-core's format" for key, tensor in ours.items() if not torch.equal(tensor, theirs[key])
+    ]
+    return ", ".join(wrong)
 
 
 def train(folder: Path, layout: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
