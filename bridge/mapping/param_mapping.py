@@ -166,6 +166,18 @@ class Family:
         missing = {key: default for key, default in self.defaults.items() if config.get(key) is None}
         return config | missing | {key: hf_config[key] for key in ("text_config", "vision_config") if key in hf_config}
 
+    def add_prediction(self, architecture: Architecture, hf_config: HfConfig, depths: int) -> Architecture:
+        """Return the architecture with layers of multi-token prediction.
+
+        Raises ValueError if the model of a raw config.json has fewer, or none that are known.
+        """
+        if self.mtp_mappings is None:
+            raise ValueError(
+                f"--mtp_num_layers {depths}: layers of multi-token prediction are not known of {self.name}"
+            )
+        self.mtp_mappings(self.read(hf_config), depths)
+        return replace(architecture, mtp_depths=depths)
+
     def list_mappings(self, hf_config: HfConfig, mtp_depths: int = 0) -> list[ParamMapping]:
         """List the mappings under all their checkpoint names, the likelier names for this raw config.json first."""
         config = self.read(hf_config)

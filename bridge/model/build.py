@@ -28,7 +28,6 @@ from ..layers.tower_part import TowerPart
 from ..mapping import fp8
 from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import decoder_layers
-from ..mapping.param_mapping import Family
 from ..options import BuildOptions
 from ..parallel import current_groups
 from ..pipeline_layout import virtual_pipeline_size
@@ -59,7 +58,7 @@ def build_model(
     family = family_of(hf_config)
     architecture = family.describe(hf_config, vision=vision)
     if options.mtp_num_layers:
-        architecture = _add_mtp_layers(architecture, family, hf_config, options)
+        architecture = family.add_prediction(architecture, hf_config, options.mtp_num_layers)
     if "num_moe_experts" in architecture.transformer and dtype == torch.float16:
         # megatron-core has separate loss scales for dense weights and for experts, which can diverge.
         raise ValueError("--torch_dtype float16 is not for a mixture of experts: give bfloat16 or float32")
@@ -92,16 +91,6 @@ def _build_encoder(
     )
     part = TowerPart(architecture.vision, architecture.audio, config, runtime.device())
     return VisionEncoder(part, config, groups, stages)
-
-
-def _add_mtp_layers(
-    architecture: Architecture, family: Family, hf_config: HfConfig, options: BuildOptions
-) -> Architecture:
-    depths = options.mtp_num_layers or 0
-    if family.mtp_mappings is None:
-        raise ValueError(f"--mtp_num_layers {depths}: layers of multi-token prediction are not known of {family.name}")
-    family.mtp_mappings(family.read(hf_config), depths)
-    return replace(architecture, mtp_depths=depths)
 
 
 def _build_chunk(

@@ -31,6 +31,9 @@ class PlanOptions:
     lora_dropout: Annotated[
         float | None, "Dropout on the adapters' input. Default: 0.05; 0 with experts.", "[0, 1)"
     ] = None
+    mtp_num_layers: Annotated[
+        int | None, "Number of the checkpoint's multi-token prediction layers that are built.", "[0, inf)"
+    ] = None
     image_share: Annotated[
         float | None,
         "Share of the tokens of images in packs. Default: 0.5 for models with a vision tower, which 0 leaves out.",

@@ -44,7 +44,7 @@ def run(options: PlanOptions, sources: dict[str, str]) -> int:
         print("Faster, but too large:")
         print("\n".join(f"  {_excess(plan, limit)}" for plan in _of_each_size(faster)[:TOO_LARGE]))
     print("The first:")
-    print(f"  {_command(options, result.best)}")
+    print(f"  {_command(options, work, result.best)}")
     return 0
 
 
@@ -67,7 +67,7 @@ def _excess(plan: Plan, limit: float) -> str:
     )
 
 
-def _command(options: PlanOptions, plan: Plan) -> str:
+def _command(options: PlanOptions, work: Workload, plan: Plan) -> str:
     words = [
         f"NPROC_PER_NODE={min(options.gpus, options.gpus_per_node)} megatron sft --model {options.model}",
         f"--packing true --max_length {options.max_length} --global_batch_size {options.global_batch_size}",
@@ -80,6 +80,10 @@ def _command(options: PlanOptions, plan: Plan) -> str:
             words.insert(2, f"--lora_dropout {options.lora_dropout:g}")
     tower_flags = "freeze_vit", "freeze_aligner", "vit_gradient_checkpointing"
     types = "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "accumulate_allreduce_grads_in_fp32"
+    if options.mtp_num_layers:
+        words.insert(-1, f"--mtp_num_layers {options.mtp_num_layers}")
+        if work.parameters.tower.total:
+            words.insert(-1, "--language_model_only true")
     for name in (*tower_flags, "fp8_format", "fp8_param_gather", *types, "optimizer_offload_fraction"):
         if (value := getattr(options, name)) != getattr(PlanOptions(), name):
             words.insert(-1, f"--{name} {str(value).lower()}")

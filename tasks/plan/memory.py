@@ -5,10 +5,11 @@ scripts/bench hold the sum against `torch.cuda.max_memory_reserved` (tests/tasks
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.core.transformer import TransformerConfig
 
@@ -35,6 +36,9 @@ DROPOUT_MASK_BYTES = 1
 RING_BUFFERS = 6
 LAUNCH_QUEUE = 4096  # kernels (CUDA_SCALE_LAUNCH_QUEUES, cli/launch.py)
 LAYER_LAUNCHES = {"dense": 120, "experts": 180}  # about, of both passes
+# Values that a layer of multi-token prediction saves per token beside those of the layer within it, as multiples of the
+# hidden size: two norms' inputs, their outputs together for its matrix, and the last norm's input and output.
+PREDICTION_VALUES = 6
 FP8_WEIGHT_BYTES = 2  # copy of a matrix and its transpose, which the products of both passes read
 
 
@@ -104,7 +108,30 @@ class Workload:
 
     @cached_property
     def flops(self) -> Flops:
-        return Flops.of(self.config, self.vocab_size, trained=1.0 if self.lora_rank is None else 0.0)
+        """Cost of the model without layers of multi-token prediction."""
+        return self._flops_with(0)
+
+    @cached_property
+    def predicting_flops(self) -> Flops:
+        """Cost of the model with its layers of multi-token prediction."""
+        return self._flops_with(self.depths)
+
+    def _flops_with(self, depths: int) -> Flops:
+        sizes: Any = copy(self.config)
+        sizes.architecture = replace(sizes.architecture, mtp_depths=depths)
+        return Flops.of(sizes, self.vocab_size, trained=1.0 if self.lora_rank is None else 0.0)
+
+    @property
+    def depths(self) -> int:
+        """Number of layers of multi-token prediction."""
+        return self.config.architecture.mtp_depths  # type: ignore[attr-defined]
+
+    @cached_property
+    def prediction_like(self) -> int:
+        """Layer of the model whose kind those of multi-token prediction have."""
+        layers, has_experts = range(self.config.num_layers), bool(self.config.num_moe_experts)
+        alike = (n for n in layers if self.layer(n) == Layer() and self.is_sparse(n) == has_experts)
+        return max(alike, default=self.config.num_layers - 1)
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -179,11 +206,10 @@ def _memory_of_stage(
     micro_batches = layout.micro_batches(work.global_batch)
     in_flight = layout.chunks_in_flight(stage, micro_batches) / layout.virtual
     kinds = work.kinds[layers.start : layers.stop]
-    bytes_by_kind = {
-        layer: (_saved_bytes(work, layout, layer), _mlp_bytes(work, layout, layer)) for layer in set(kinds)
-    }
+    bytes_by_kind = {layer: _layer_bytes(work, layout, layer) for layer in set(kinds)}
     saved = [bytes_by_kind[layer][0] for layer in kinds]
-    logits = BYTES * tokens * (1 - image_share) * work.vocab_size / layout.tensor if is_last else 0.0
+    depths = work.depths if is_last else 0
+    logits = BYTES * tokens * (1 - image_share) * work.vocab_size / layout.tensor * (1 + depths) if is_last else 0.0
     logits = min(logits, (KEPT_LOGITS + LOGITS_CHUNK) * work.gpu_bytes)
     recomputed = layout.recomputed_share(len(layers))
     # Bytes that a layer computes again when the logits are freed, and of the gradients within its MLP.
@@ -194,8 +220,12 @@ def _memory_of_stage(
         saved = [total - within for total, within in zip(saved, within_mlps, strict=True)]
     inputs = BYTES * work.config.hidden_size / layout.tensor * len(layers)
     activations = tokens * in_flight * (recomputed * inputs + (1 - recomputed) * sum(saved))
-    if layout.recompute != "none":
-        activations += max(tokens * in_backward - logits, 0)
+    again = tokens * in_backward - logits if layout.recompute != "none" else 0.0
+    if depths:  # their backward pass follows their forward pass at once, when one of the logits are freed
+        kept, computed_again = _prediction_bytes(work, layout)
+        activations += tokens * depths * kept
+        again = max(again, tokens * computed_again - logits / (1 + depths))
+    activations += max(again, 0.0)
     activations += tokens * _ring_bytes(work, layout, layers)
     if work.tower:
         pack = layout.micro_batch * work.length
@@ -219,6 +249,21 @@ def _memory_of_stage(
         logits,
         reserve,
     )
+
+
+def _prediction_bytes(work: Workload, layout: GpuLayout) -> tuple[float, float]:
+    """Return the bytes that a layer of multi-token prediction keeps per token, and those that it computes again."""
+    state = BYTES * work.config.hidden_size / layout.tensor
+    inner, within_mlp = _layer_bytes(work, layout, work.prediction_like)
+    saved = PREDICTION_VALUES * state + inner
+    if layout.recompute == "full":
+        return 2 * state, saved
+    return (saved - within_mlp, within_mlp) if layout.recompute == "mlp" else (saved, 0.0)
+
+
+def _layer_bytes(work: Workload, layout: GpuLayout, layer: int) -> tuple[float, float]:
+    """Return the bytes that a layer saves per token, and of these those within its MLP."""
+    return _saved_bytes(work, layout, layer), _mlp_bytes(work, layout, layer)
 
 
 def _saved_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:

@@ -16,7 +16,19 @@ from ...bridge.checkpoint.pretrained import empty_model
 from ...bridge.families import family_of
 from ...bridge.layers.vision_tower import MERGERS
 from ...bridge.mapping.architecture import Architecture, HfConfig
-from ...bridge.mapping.param_mapping import EMBEDDING, EXPERTS, OUTPUT, TOWERS, MappingEntry, ParamKey, expand_mappings
+from ...bridge.mapping.param_mapping import (
+    EMBEDDING,
+    EXPERTS,
+    OUTPUT,
+    TOWERS,
+    MappingEntry,
+    ParamKey,
+    ParamTable,
+    expand_mappings,
+)
+
+LAYER, PREDICTION = "decoder.layers.{layer}.", "mtp.layers.{layer}."  # begin the names of their tensors
+INNER = PREDICTION + "mtp_model_layer."
 
 
 @dataclass
@@ -47,6 +59,7 @@ class ModelParameters:
     output: Parameters = field(default_factory=Parameters)  # with the last norm; with the embedding's copy if tied
     tower: Parameters = field(default_factory=Parameters)  # on every rank, without its mergers
     mergers: Parameters = field(default_factory=Parameters)
+    prediction: Parameters = field(default_factory=Parameters)  # layers of multi-token prediction
     tied: bool = False
     fused_experts: bool = False  # files have a layer's experts in one tensor, which takes no adapters by default
 
@@ -58,7 +71,7 @@ class ModelParameters:
     @property
     def language(self) -> int:
         """Number in the language model."""
-        parts = self._sums[-1] + self.embedding + self.output
+        parts = self._sums[-1] + self.embedding + self.output + self.prediction
         return parts.total - (self.embedding.total if self.tied else 0)
 
     @cached_property
@@ -72,28 +85,33 @@ class ModelParameters:
     def of_stage(self, layers: range, *, is_first: bool, is_last: bool) -> Parameters:
         """Return the parameters of a pipeline stage, without the tower's.
 
-        With one stage a tied output layer is the embedding itself.
+        With one stage a tied output layer is the embedding itself. With several, the last one has a copy of the
+        embedding if it is tied or has layers of multi-token prediction.
         """
         stage = self.of_layers(layers)
         if is_first:
             stage += self.embedding
         if is_last:
-            stage += self.output
+            stage += self.output + self.prediction
         if is_first and is_last and self.tied:
             stage.split -= self.embedding.split
+        if is_last and not is_first and self.prediction.total and not self.tied:
+            stage += self.embedding
         return stage
 
 
-def count_parameters(hf_config: HfConfig, transformers_config: Any) -> ModelParameters:
+def count_parameters(hf_config: HfConfig, transformers_config: Any, depths: int = 0) -> ModelParameters:
     """Count the parameters of the model of a config.json.
 
-    transformers_config: the same as transformers' config
+    transformers_config: the same as transformers' config; depths: layers of multi-token prediction, which it lacks
     Raises ValueError for a model with tensors whose shapes are not known.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     family = family_of(hf_config)
     architecture = family.describe(hf_config, vision=family.has_tower(hf_config))
+    if depths:
+        architecture = family.add_prediction(architecture, hf_config, depths)
     with torch.device("meta"):
         empty = empty_model(transformers_config)
         tensors = empty.state_dict()
@@ -102,9 +120,14 @@ def count_parameters(hf_config: HfConfig, transformers_config: Any) -> ModelPara
     model = ModelParameters(
         [Parameters() for _ in range(architecture.transformer["num_layers"])], tied=architecture.tied
     )
-    for key, entry in expand_mappings(family, hf_config, architecture, shapes).items():
+    entries = expand_mappings(family, hf_config, architecture, shapes)
+    like = _layer_of_prediction(entries)
+    for key, entry in entries.items():
         part = _part(model, key)
-        count = _count(key, entry, shapes, architecture)
+        if key.name.startswith(PREDICTION):
+            count = _count_of_prediction(key, like, entries, shapes, architecture)
+        else:
+            count = _count(key, entry, shapes, architecture)
         if EXPERTS in key.name:
             part.expert += count
             model.fused_experts |= entry.expert_index is not None
@@ -118,9 +141,36 @@ def count_parameters(hf_config: HfConfig, transformers_config: Any) -> ModelPara
 def _part(model: ModelParameters, key: ParamKey) -> Parameters:
     if key.name.startswith(TOWERS):
         return model.mergers if key.name.split(".")[1] in MERGERS else model.tower
+    if key.name.startswith(PREDICTION):
+        return model.prediction
     if key.layer is not None:
         return model.layers[key.layer]
     return model.embedding if key == EMBEDDING else model.output
+
+
+def _layer_of_prediction(entries: ParamTable) -> int | None:
+    """Return the last layer of the model with the tensors of those of multi-token prediction; None without any."""
+    names: dict[int, set[str]] = {}
+    inner = {key.name.removeprefix(INNER) for key in entries if key.name.startswith(INNER)}
+    for key in entries:
+        if key.layer is not None and key.name.startswith(LAYER):
+            names.setdefault(key.layer, set()).add(key.name.removeprefix(LAYER))
+    return max((layer for layer, own in names.items() if own == inner), default=None)
+
+
+def _count_of_prediction(
+    key: ParamKey,
+    like: int | None,
+    entries: ParamTable,
+    shapes: Mapping[str, tuple[int, ...]],
+    architecture: Architecture,
+) -> int:
+    """Count a tensor of a layer of multi-token prediction, within which is one as the model's layer `like`."""
+    if key.name.startswith(INNER):
+        key = ParamKey(LAYER + key.name.removeprefix(INNER), like, key.expert)
+        return _count(key, entries[key], shapes, architecture)
+    hidden: int = architecture.transformer["hidden_size"]
+    return 2 * hidden**2 if ".eh_proj." in key.name else hidden
 
 
 def _count(

@@ -166,6 +166,7 @@ def plan_options(options: SftOptions, world: int, images: Images = ASSUMED_IMAGE
         max_length=pack_length(options) or 1,
         global_batch_size=options.training.global_batch_size,
         tuner_type="lora" if options.tuner.has_adapters else "full",
+        mtp_num_layers=options.build.mtp_num_layers,
         lora_rank=options.lora.lora_rank,
         lora_dropout=options.lora.lora_dropout,
         fp8_format=options.build.fp8_format,
@@ -218,7 +219,7 @@ def _unplanned_flags(options: SftOptions) -> Iterator[str]:
     if options.optimizer.optimizer != "adam":
         yield f"--optimizer {options.optimizer.optimizer}"
     for group, planned in (
-        (options.build, (*LAYOUT_FLAGS, *NEUTRAL_FLAGS, *ACTIVATION_FLAGS, *FP8_FLAGS)),
+        (options.build, (*LAYOUT_FLAGS, *NEUTRAL_FLAGS, *ACTIVATION_FLAGS, *FP8_FLAGS, "mtp_num_layers")),
         (options.tuner, ("tuner_type",)),
         (options.lora, ADAPTER_FLAGS),
     ):

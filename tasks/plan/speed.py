@@ -110,13 +110,16 @@ def _stage_times(work: Workload, layout: GpuLayout, machine: Machine) -> list[tu
         tower = work.tower.seconds(layout, visual_tokens, machine.peak_flops, recomputed)
     stages = []
     for layers in layout.stages(config.num_layers):
+        is_last = len(stages) == layout.pipeline - 1
+        depths = work.depths if is_last else 0
         part, recomputed = len(layers) / config.num_layers, layout.recomputed_share(len(layers))
         seconds = part * _layers_seconds(work, layout, flops, machine, recomputed)
-        seconds += _traffic(work, layout, layers, recomputed) / (BANDWIDTH * machine.bandwidth)
-        if len(stages) == layout.pipeline - 1:
+        seconds += _traffic(work, layout, layers, depths, recomputed) / (BANDWIDTH * machine.bandwidth)
+        if is_last:
             seconds += _output_seconds(work, layout, flops, machine, 1 - image_share)
-        exchanges = part * exchange + sending
-        wait = max(_host_seconds(work, layout, len(layers), recomputed) - seconds - exchanges, 0.0)
+            seconds += _prediction_seconds(work, layout, machine)
+        exchanges = (part + depths / config.num_layers) * exchange + sending
+        wait = max(_host_seconds(work, layout, len(layers) + depths, recomputed) - seconds - exchanges, 0.0)
         stages.append((seconds + tower, exchanges, wait))
     return stages
 
@@ -145,13 +148,16 @@ def _layers_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Ma
     return LORA_OVERHEAD * seconds + (1.0 if work.has_frozen_experts else LORA_EXPERTS) * experts
 
 
-def _traffic(work: Workload, layout: GpuLayout, layers: range, recomputed: float) -> float:
+def _traffic(work: Workload, layout: GpuLayout, layers: range, depths: int, recomputed: float) -> float:
     """Return the bytes that a stage's layers move beside products, for a micro batch.
 
+    depths: layers of multi-token prediction among them
     Weights' gradients are added to their sums. Those of experts take longer than their products, of few tokens each
     (kernels/grouped_gradient.py), as does reading the weights.
     """
     parameters = work.parameters.of_layers(layers)
+    if depths:
+        parameters += work.parameters.prediction
     experts = parameters.expert / layout.expert
     dense = parameters.split / layout.tensor + parameters.replicated
     moved = (2 + recomputed) * BYTES * experts
@@ -161,7 +167,8 @@ def _traffic(work: Workload, layout: GpuLayout, layers: range, recomputed: float
     gates = 2 if config.gated_linear_unit else 1
     values = config.hidden_size + (gates + 1) * (config.moe_ffn_hidden_size or 0)
     tokens = layout.micro_batch * work.length / (layout.context * layout.tensor)
-    routed = tokens * config.moe_router_topk * sum(map(work.is_sparse, layers))
+    sparse = sum(map(work.is_sparse, layers)) + depths * bool(config.num_moe_experts)
+    routed = tokens * config.moe_router_topk * sparse
     return moved + (1 + recomputed / 3) * ROUTED_PASSES * BYTES * routed * values
 
 
@@ -180,6 +187,28 @@ def _output_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Ma
     tokens = layout.micro_batch * work.length * text_share / (layout.tensor * layout.context)
     overhead = LORA_OVERHEAD if work.lora_rank is not None else 1.0
     return overhead * SCORED * passes * 2 * flops.output * tokens / _dense_rate(work, layout) / machine.peak_flops
+
+
+def _prediction_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
+    """Return the seconds of a micro batch in the layers of multi-token prediction and their output layers.
+
+    All tokens pass through output layers then, also through that of the next token.
+    """
+    if not work.depths:
+        return 0.0
+    model, predicting = work.flops, work.predicting_flops
+    share = layout.micro_batch / (layout.tensor * layout.context)
+    passes = 3 if work.lora_rank is None else 2  # they have no adapters
+    again = 1 if layout.recompute == "full" else 0
+    output = model.output * (work.depths + 1 - SCORED)
+    inner = predicting.matrix_parameters - model.matrix_parameters - work.depths * model.output
+    products = 2 * (passes * output + (passes + again) * inner) * work.length * share
+    tokens = [work.document_length]
+    pairs = predicting.forward(tokens) - model.forward(tokens)
+    pairs -= 2 * (predicting.matrix_parameters - model.matrix_parameters) * work.document_length
+    attention = (3 + again) * pairs * work.length / work.document_length * share
+    seconds = products / _dense_rate(work, layout) + attention / _attention_rate(work)
+    return seconds / machine.peak_flops
 
 
 def _attention_rate(work: Workload) -> float:
@@ -266,7 +295,8 @@ def _update_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> tupl
     if work.lora_rank is not None:
         return 0.0, 0.0
     parameters = work.parameters.language / layout.pipeline
-    experts = work.parameters.of_layers(range(work.config.num_layers)).expert / layout.pipeline
+    held = work.parameters.of_layers(range(work.config.num_layers)) + work.parameters.prediction
+    experts = held.expert / layout.pipeline
     dense = (parameters - experts) / layout.tensor + work.trained_tower
     held_experts = experts / layout.expert
     replicas = layout.data * layout.context

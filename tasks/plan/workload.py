@@ -21,13 +21,21 @@ TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 def make_workload(hf_config: HfConfig, transformers_config: object, options: PlanOptions) -> Workload:
     """Return the model's sizes and the batch. Raises ValueError for a model that cannot be planned."""
     runtime.enable()
-    architecture = family_of(hf_config).describe(hf_config)
+    family, depths = family_of(hf_config), options.mtp_num_layers or 0
+    architecture = family.describe(hf_config)
+    if depths:
+        architecture = family.add_prediction(architecture, hf_config, depths)
     build = BuildOptions()
     config = transformer_config(
         architecture, build, choose_kernels(build, architecture, torch.bfloat16), torch.bfloat16
     )
+    tower = _tower(hf_config, options)
+    if depths and tower:
+        raise ValueError(
+            f"--mtp_num_layers {depths}: layers of multi-token prediction train on text alone. Set --image_share 0"
+        )
     try:
-        parameters = count_parameters(hf_config, transformers_config)
+        parameters = count_parameters(hf_config, transformers_config, depths)
     except ValueError as error:
         raise ValueError(f"--model {options.model}: cannot be planned: {error}") from None
     has_adapters, dropout = options.tuner_type == "lora", options.lora_dropout
@@ -46,7 +54,7 @@ def make_workload(hf_config: HfConfig, transformers_config: object, options: Pla
         sum(TYPE_BYTES[name] for name in (options.main_params_dtype, options.exp_avg_dtype, options.exp_avg_sq_dtype)),
         options.optimizer_offload_fraction,
         _fp8(config, options),
-        _tower(hf_config, options),
+        tower,
     )
 
 

@@ -17,6 +17,8 @@ from megaswift.tasks.plan.speed import Machine, seconds_per_step, step_time
 from megaswift.tasks.plan.workload import make_workload
 from megatron.core.pipeline_parallel import schedules
 
+from tests.bridge.families import test_prediction
+
 ROOT = Path(__file__).parents[3]
 H200 = Machine(989e12)
 
@@ -62,6 +64,44 @@ def test_parameters_are_those_of_transformers(name, rows, tmp_path) -> None:
     halves = [parameters.of_stage(stages[n], is_first=n == 0, is_last=n == 1).total for n in (0, 1)]
     copies = parameters.embedding.total if parameters.tied else 0
     assert sum(halves) == parameters.language + copies
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Qwen3Next tied"])
+def test_layers_of_prediction_are_on_the_last_stage(name, tmp_path) -> None:
+    expected = test_prediction.make(tmp_path, name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    without, parameters = (count_parameters(config, load_config(tmp_path), depths) for depths in (0, 1))
+    assert parameters.total == without.total + parameters.prediction.total == expected["parameters"]
+    assert parameters.prediction.expert == without.layers[1].expert > 0
+    stages = GpuLayout(2, pipeline=2).stages(len(parameters.layers))
+    first, last = (parameters.of_stage(stages[n], is_first=n == 0, is_last=n == 1) for n in (0, 1))
+    assert first == without.of_stage(stages[0], is_first=True, is_last=False)
+    assert first.total + last.total == parameters.language + parameters.embedding.total  # one copy, tied or not
+    assert parameters.of_stage(range(4), is_first=True, is_last=True).total == parameters.language
+
+
+def test_memory_and_time_with_prediction(bench, workload_of) -> None:
+    """DeepSeek-V3's layer has 11.5 billion parameters; its files have copies of embedding and output layer too."""
+    config = bench.configs.MODELS["DeepSeek-V3"][0]
+    without, work = (
+        workload_of(config, global_batch_size=256, gpus=256, mtp_num_layers=depths) for depths in (None, 1)
+    )
+    parameters = work.parameters
+    in_files = parameters.total + parameters.embedding.total + work.vocab_size * config["hidden_size"]
+    assert in_files == pytest.approx(684.5e9, rel=1e-3)  # https://huggingface.co/deepseek-ai/DeepSeek-V3: 685B
+    layout = GpuLayout(256, pipeline=16, expert=16, last=1, recompute="full")
+    stage = parameters.prediction.expert / 16 + parameters.embedding.total
+    assert memory_of_rank(work, layout).weights >= 2 * stage
+    for recompute in ("none", "full"):
+        sizes = GpuLayout(256, expert=64, recompute=recompute)
+        more, less = (memory_of_rank(each, sizes) for each in (work, without))
+        assert more.weights - less.weights == pytest.approx(
+            2 * (parameters.prediction.expert / 64 + parameters.prediction.split + parameters.prediction.replicated)
+        )
+        assert more.activations + more.logits > less.activations + less.logits
+        slower = step_time(work, sizes, H200).compute / step_time(without, sizes, H200).compute
+        # One more layer and output layer beside 61 layers and one output layer.
+        assert 1 / 61 < slower - 1 < 3 / 61
 
 
 def test_layers_of_uneven_and_virtual_stages() -> None:

@@ -197,6 +197,24 @@ def test_what_is_not_planned_of_some_models(name, more, reason, command) -> None
     assert memory_line(options_of(command(name, more)), 1).startswith(f"not planned: {reason}")
 
 
+def test_layers_of_prediction_take_memory(bench, command, tmp_path) -> None:
+    words = command("moe", "--mtp_num_layers 1")
+    reason = "--mtp_num_layers 1: layers of multi-token prediction are not known of qwen3_moe"
+    assert memory_line(options_of(words), 1) == f"not planned: {reason}"
+    (tmp_path / "config.json").write_text(json.dumps(bench.configs.MODELS["DeepSeek-V3"][0]))
+    layout = "--expert_model_parallel_size 64 --global_batch_size 256"
+    without, predicting = (
+        plan_run(options_of(command_line.split()), 256)
+        for command_line in (
+            f"sft --model {tmp_path} {layout} --packing true --max_length 4096 --dataset x.jsonl {more}"
+            for more in ("", "--mtp_num_layers 1")
+        )
+    )
+    assert predicting.work.depths == 1
+    assert predicting.memory.total > without.memory.total
+    assert not predicting.is_of_measured_kind
+
+
 def test_images_take_memory(command) -> None:
     options = options_of(command("vl-4b-trained"))
     text, images = (plan_run(options, 1, images).memory for images in (TEXT, Images(0.5)))
