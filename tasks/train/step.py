@@ -342,10 +342,12 @@ def run_micro_batches(
         number, (batch, positions) = next(micro_batches)
         media = model.vision.features(number) if model.vision else None
         inputs = _inputs(batch, positions, media, replays=replays)
-        return model.forward(chunk, inputs, output(batch)), partial(scaled_loss, batch)
+        processor = output(batch)
+        predicts = model.architecture.mtp_depths > 0 and isinstance(processor, LogProbs)
+        return model.forward(chunk, inputs, processor), partial(scaled_loss, batch, predicts)
 
-    def scaled_loss(batch: Batch, values: Tensor):
-        if not model.architecture.mtp_depths:
+    def scaled_loss(batch: Batch, predicts: bool, values: Tensor):
+        if not predicts:
             value, metrics = loss(batch, values)
             return value * scale, metrics
         value, metrics = loss(batch, values[0])

@@ -287,6 +287,31 @@ def compare_layouts(folder: Path, expected: dict, *, processes: int, layouts: in
         compare(result, expected)
 
 
+def test_logits_are_those_of_the_model_alone(made, one_process):  # noqa: F811
+    """As `--test_convert_precision` compares them."""
+    import torch
+    from megaswift.bridge.model.outputs import Logits
+    from megaswift.tasks.train.step import run_schedule
+
+    from tests.bridge.families import worker
+
+    folder, found = made[0], {}
+    for depths in (0, json.loads((folder / "flags.json").read_text())["mtp_num_layers"]):
+        options = worker.options_of({"mtp_num_layers": depths})
+        model, logits = worker.open_model(folder / "fp32", options, torch.float32), []
+
+        def store(_, values, logits=logits):
+            logits.append(values)
+            return values.sum() * 0, {}
+
+        batches = worker.batches(options, packed=True)
+        with torch.no_grad():
+            run_schedule(model, model.chunks, batches, store, forward_only=True, output=lambda _: Logits())  # type: ignore[arg-type]
+        found[depths] = torch.stack(logits)
+    assert found[0].shape[1:3] == batches[0].tokens.shape
+    torch.testing.assert_close(*found.values())
+
+
 def test_more_layers_than_there_are_are_refused(made, one_process):  # noqa: F811
     from tests.bridge.families import worker
 
