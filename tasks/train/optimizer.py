@@ -72,7 +72,9 @@ def wrap_for_data_parallelism(
     )
     chunks = [
         # Only the first chunk needs buckets: the others' gradients are ready long before the step ends.
-        DistributedDataParallel(model.config, config, chunk, disable_bucketing=number > 0)
+        DistributedDataParallel(
+            model.config, config, chunk, disable_bucketing=number > 0 and not _needs_separate_buckets(chunk)
+        )
         for number, chunk in enumerate(model.chunks)
     ]
     for chunk in model.chunks if overlap_reduce else ():
@@ -86,6 +88,12 @@ def wrap_for_data_parallelism(
     if overlap_gather:
         model.config.param_sync_func = single_or_list([chunk.start_param_sync for chunk in chunks])
     return chunks
+
+
+def _needs_separate_buckets(chunk: torch.nn.Module) -> bool:
+    """Return whether the buckets of a chunk cannot be exchanged together: gloo takes them all for one type."""
+    types = {parameter.dtype for parameter in chunk.parameters() if parameter.requires_grad}
+    return dist.get_backend() == "gloo" and len(types) > 1
 
 
 def _finalize_gradients(chunks: list[DistributedDataParallel], *arguments: Any, **settings: Any) -> None:

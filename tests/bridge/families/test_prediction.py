@@ -225,6 +225,7 @@ def compare(result: dict, expected: dict) -> None:
         assert result["training"][name] == pytest.approx(expected[name], rel=BOUND), name
     assert result["training"]["largest change"] < BOUND, result["training"]["of"]
     assert result["training"]["copies are equal"]
+    assert not result["training"]["stale"]
     assert all(distance < BOUND for distance in result["adapters"].values()), result["adapters"]
 
 
@@ -266,7 +267,7 @@ def test_through_megatrons_format(made, one_process, tmp_path, trains):  # noqa:
 
 
 def test_two_processes(made):
-    compare_layouts(*made, processes=2, layouts=6)
+    compare_layouts(*made, processes=2, layouts=7)
 
 
 @pytest.mark.parametrize(

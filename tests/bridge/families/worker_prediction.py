@@ -26,7 +26,7 @@ from megaswift.bridge.model.trainable import count_parameters
 from megaswift.bridge.option_groups import compose
 from megaswift.bridge.options import BuildOptions, LoraOptions
 from megaswift.tasks.options import SftOptions
-from megaswift.tasks.train.optimizer import wrap_for_data_parallelism
+from megaswift.tasks.train.optimizer import shards, wrap_for_data_parallelism
 from megaswift.tasks.train.step import run_schedule, sft_loss, sum_over_ranks, train_step
 
 from tests.bridge.families import CP, EP, LAYOUT, PP, RECOMPUTE_LAYERS, SP, TP, VPP, test_prediction, worker
@@ -42,6 +42,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "PP2": {PP: 2},
         "PP2 VPP2 recompute": {PP: 2, VPP: 2} | RECOMPUTE_LAYERS,
         "PP2 prediction apart": {PP: 2, LAYOUT: "Et|tt|t|{m}L"},
+        "PP2 VPP2 ZeRO-1 overlapped": {PP: 2, VPP: 2} | OVERLAP,
     },
     4: {
         "TP2 SP PP2": {TP: 2, SP: True, PP: 2},
@@ -109,9 +110,10 @@ def train(folder: Path, layout: dict[str, Any], expected: dict[str, Any]) -> dic
         "clip_grad": test_prediction.CLIP,
     }
     options = compose(SftOptions, **layout | settings)
+    stale = stale_weights(folder, options) if options.build.use_distributed_optimizer else []
     model = worker.open_model(folder / "fp32", options.build, torch.float32)
     training = open_training(model, options, None)
-    found: dict[str, Any] = {"losses": [], "mtp_losses": [], "norms": []}
+    found: dict[str, Any] = {"losses": [], "mtp_losses": [], "norms": [], "stale": stale}
     for step in range(test_prediction.STEPS):
         metrics, outcome = train_step(training, worker.batches(options.build, packed=True), sft_loss, step)
         found["norms"].append(outcome.grad_norm)
@@ -132,6 +134,27 @@ def train(folder: Path, layout: dict[str, Any], expected: dict[str, Any]) -> dic
     }
     found["of"] = max(distances, key=lambda name: distances[name])
     return found | {"largest change": distances[found["of"]]}
+
+
+def stale_weights(folder: Path, options: SftOptions) -> list[str]:
+    """Return the weights of all ranks that are not their masters in bf16, after a step.
+
+    Some models have weights in bf16 and in fp32 in a chunk, which are gathered together.
+    """
+    model = worker.open_model(folder / "fp32", options.build, torch.bfloat16)
+    training = open_training(model, options, None)
+    train_step(training, worker.batches(options.build, packed=True), sft_loss, 0)
+    names = {id(parameter): name for chunk in model.chunks for name, parameter in chunk.named_parameters()}
+    with training.parameters_gathered():
+        stale = [
+            names[id(shard.parameter)]
+            for shard in shards(training.optimizer)
+            if (master := shard.state.get("param")) is not None
+            and not torch.equal(shard.parameter.flatten()[shard.start :][: len(master)], master.bfloat16())
+        ]
+    everyone: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, stale)
+    return [f"{name} of rank {rank}" for rank, own in enumerate(everyone) for name in own]
 
 
 def adapters(folder: Path, options: BuildOptions, expected: dict[str, Any]) -> dict[str, float]:
