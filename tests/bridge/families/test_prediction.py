@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.bridge import families
-from tests.bridge.families import deepseek_v3, deepseek_v32, qwen3_5_moe_text, qwen3_5_text, qwen3_next
+from tests.bridge.families import deepseek_v3, deepseek_v32, glm4_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_next
 from tests.bridge.families.test_families import one_process  # noqa: F401
 from tests.torchrun import torchrun
 
@@ -69,12 +69,15 @@ CASES = {
     "DeepseekV32": DEEPSEEK._replace(
         config=lambda: deepseek_v32.config(num_nextn_predict_layers=2, index_n_heads=16), seed=1
     ),
+    "Glm4Moe": DEEPSEEK._replace(
+        config=lambda: glm4_moe.config(num_nextn_predict_layers=2), weight="model.layers.0.self_attn.k_proj.weight"
+    ),
     "Qwen3Next": QWEN,
     "Qwen3Next tied": QWEN._replace(config=lambda: qwen3_next.config(tie_word_embeddings=True)),
     "Qwen3_5": QWEN._replace(config=lambda: qwen3_5_text.config(), axes=(3,)),
     "Qwen3_5Moe": QWEN._replace(config=lambda: qwen3_5_moe_text.config(), axes=(3,)),
 }
-LONG = "DeepseekV32", "Qwen3_5", "Qwen3_5Moe"
+LONG = "DeepseekV32", "Glm4Moe", "Qwen3_5", "Qwen3_5Moe"
 
 
 def make(folder: Path, name: str) -> dict:
