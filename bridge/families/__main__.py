@@ -98,8 +98,8 @@ untested; known are:
 Some checkpoints hold parts that the model is built without: layers of multi-token prediction (DeepSeek-V3, GLM-4.5 to
 4.7, ERNIE 4.5, MiniMax-M2, Qwen3-Next, Qwen3.5), the models that speak of Omni checkpoints (`talker`, `code2wav`,
 `token2wav`), and vision and audio towers beside a model that is trained on text. Their tensors are copied from the
-source into the saved checkpoint. Families with MTP in the table above can train these layers on text:
-`--mtp_num_layers`, with vision-language models beside `--language_model_only true`.
+source into the saved checkpoint. Families with MTP in the table above can train these layers: `--mtp_num_layers`, with
+pipeline parallelism and a vision tower beside `--language_model_only true`.
 Families with a vision tower train on images: [multimodal.md](multimodal.md).
 
 ## Quantized weights

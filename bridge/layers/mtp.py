@@ -17,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -67,12 +68,26 @@ class MtpBlock(MegatronModule):
         super().__init__(config=config)
         self.layers = torch.nn.ModuleList(MtpLayer(config, depth + 1, layer, norm) for depth in range(depths))
 
-    def forward(self, hidden: Tensor, embedding: torch.nn.Module, tokens: Tensor, documents: Documents) -> list[Tensor]:
-        """Return the hidden states of each depth, given the model's `hidden`; tokens [batch, local sequence]."""
+    def forward(
+        self,
+        hidden: Tensor,
+        embedding: torch.nn.Module,
+        tokens: Tensor,
+        documents: Documents,
+        inputs: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return the hidden states of each depth, given the model's `hidden`; tokens [batch, local sequence].
+
+        inputs: of the model, with features of media in place of embeddings; None: the tokens' embeddings
+        """
         depths = []
         for layer in self.layers:
-            tokens = shift_left(tokens, documents)
-            hidden = layer(hidden, embedding(input_ids=tokens, position_ids=None), documents)
+            if inputs is None:
+                tokens = shift_left(tokens, documents)
+                shifted = embedding(input_ids=tokens, position_ids=None)
+            else:
+                shifted = inputs = shift_states(inputs, documents, sequence_parallel=self.config.sequence_parallel)
+            hidden = layer(hidden, shifted, documents)
             depths.append(hidden)
         return depths
 
@@ -124,6 +139,23 @@ def reduce_embedding_gradients(chunks: Iterable[torch.nn.Module]) -> None:
         for parameter in model.embedding.parameters():
             if parameter.requires_grad and parameter is not tied:
                 dist.all_reduce(parameter.main_grad, group=model.embd_group)  # type: ignore[attr-defined]
+
+
+def shift_states(states: Tensor, documents: Documents, *, sequence_parallel: bool) -> Tensor:
+    """Return the states at the next position of the same document; 0 at its end.
+
+    states: [sequence (/ TP under sequence parallelism), batch, hidden_size]
+    """
+    assert documents.next_positions is not None
+    positions, groups = documents.next_positions, [parallel_state.get_context_parallel_group()]
+    if sequence_parallel:
+        tensor = cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+        positions, groups = positions.chunk(tensor.size())[tensor.rank()], [tensor, *groups]
+    for group in groups:
+        # Each rank takes other states, so that the gradients of all have to be summed.
+        states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True, group=group)
+    has_next = (positions >= 0).to(states.dtype)
+    return states.index_select(0, positions.clamp(min=0)) * has_next[:, None, None]
 
 
 def shift_left(values: Tensor, documents: Documents) -> Tensor:

@@ -51,6 +51,9 @@ class LastStage:
     hidden_states: Tensor  # [length, rows, hidden_size]; length / TP under sequence parallelism
     output_layer: torch.nn.Module
     tied_weight: Tensor | None  # the embedding's weight if the output layer is tied
+    embeddings: Tensor | None = (
+        None  # of the tokens, as `hidden_states`, with features of media in place; None: no media
+    )
 
     def output_matrix(self) -> Tensor:
         """Return this rank's rows of the output layer's weight, [vocabulary / TP, hidden_size]."""
@@ -110,7 +113,7 @@ class Model:
             replay_experts(chunk, inputs.experts)
 
         def process(*, hidden_states: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, **_: Any):
-            return output(LastStage(self, inputs, documents, hidden_states, output_layer, output_weight))
+            return output(LastStage(self, inputs, documents, hidden_states, output_layer, output_weight, embeddings))
 
         documents.media = inputs.media
         embeddings, bare_chunk = None, cast(GPTModel, getattr(chunk, "module", chunk))

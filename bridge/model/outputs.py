@@ -50,7 +50,7 @@ class LogProbs:
         values = [self._of(stage, stage.hidden_states, labels, positions)]
         if depths and weights is not None:
             chunk = model.chunks[-1]
-            for hidden in chunk.mtp(stage.hidden_states, chunk.embedding, inputs.tokens, documents):
+            for hidden in chunk.mtp(stage.hidden_states, chunk.embedding, inputs.tokens, documents, stage.embeddings):
                 labels, weights = shift_left(labels, documents), shift_left(weights, documents)
                 values.append(self._of(stage, hidden, labels, positions) * weights)
         return torch.stack(values) if len(values) > 1 else values[0]

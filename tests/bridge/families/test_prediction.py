@@ -91,42 +91,10 @@ def make(folder: Path, name: str) -> dict:
     settings, seed = case.config(), case.seed
     model = reference.random_model(families.Tiny(lambda: settings, means=case.means, stds=case.stds), seed)
     model.save_pretrained(folder)
-    code = sys.modules[type(model).__module__]
-    kind = name.split()[0]
-    decoder_layer, rms_norm = getattr(code, f"{kind}DecoderLayer"), getattr(code, f"{kind}RMSNorm")
-    layers = []
-    for depth in range(case.depths):
-        layer = torch.nn.Module()
-        layer.block = decoder_layer(settings, case.alike % settings.num_hidden_layers)
-        layer.block.self_attn.config._attn_implementation = "eager"
-        layer.enorm, layer.hnorm, layer.norm = (rms_norm(settings.hidden_size, settings.rms_norm_eps) for _ in range(3))
-        layer.eh_proj = torch.nn.Linear(2 * settings.hidden_size, settings.hidden_size, bias=False)
-        generator = torch.Generator().manual_seed(10 * (seed + 1) + depth)
-        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
-            noise = torch.randn(tensor.shape, generator=generator) * 0.2
-            tensor.data.copy_(noise + case.norm if "norm" in name else noise)
-        layers.append(layer)
+    layers = further_layers(case, settings, sys.modules[type(model).__module__], name.split()[0])
 
     def in_files(tensors_of) -> dict:
-        found = {}
-        for depth, layer in enumerate(layers):
-            number = settings.num_hidden_layers + depth
-            prefix = case.prefix.format(layer=number)
-            for name, tensor in tensors_of(layer):
-                if name in case.names:
-                    found[case.names[name].format(layer=number)] = tensor
-                    continue
-                name = name.removeprefix("block.")
-                if name.endswith("experts.gate_up_proj"):
-                    for expert, both in enumerate(tensor):
-                        gate, up = both.chunk(2)
-                        found[f"{prefix}mlp.experts.{expert}.gate_proj.weight"] = gate.contiguous()
-                        found[f"{prefix}mlp.experts.{expert}.up_proj.weight"] = up.contiguous()
-                elif name.endswith("experts.down_proj"):
-                    found |= {f"{prefix}mlp.experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
-                else:
-                    found[prefix + name] = tensor
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
+        return names_in_files(case, settings, layers, tensors_of)
 
     tensors = load_file(folder / "model.safetensors")
     tensors |= in_files(lambda layer: [*layer.named_parameters(), *layer.named_buffers()])
@@ -163,6 +131,49 @@ def make(folder: Path, name: str) -> dict:
     return expected
 
 
+def further_layers(case: Case, settings, code, kind: str) -> list:
+    """Return the layers of each depth, random. settings: the text model's config. code: transformers' module"""
+    import torch
+
+    decoder_layer, rms_norm = getattr(code, f"{kind}DecoderLayer"), getattr(code, f"{kind}RMSNorm")
+    layers = []
+    for depth in range(case.depths):
+        layer = torch.nn.Module()
+        layer.block = decoder_layer(settings, case.alike % settings.num_hidden_layers)
+        layer.block.self_attn.config._attn_implementation = "eager"
+        layer.enorm, layer.hnorm, layer.norm = (rms_norm(settings.hidden_size, settings.rms_norm_eps) for _ in range(3))
+        layer.eh_proj = torch.nn.Linear(2 * settings.hidden_size, settings.hidden_size, bias=False)
+        generator = torch.Generator().manual_seed(10 * (case.seed + 1) + depth)
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            noise = torch.randn(tensor.shape, generator=generator) * 0.2
+            tensor.data.copy_(noise + case.norm if "norm" in name else noise)
+        layers.append(layer)
+    return layers
+
+
+def names_in_files(case: Case, settings, layers, tensors_of) -> dict:
+    """Return copies of the tensors that `tensors_of` yields of each layer, by their names in files."""
+    found = {}
+    for depth, layer in enumerate(layers):
+        number = settings.num_hidden_layers + depth
+        prefix = case.prefix.format(layer=number)
+        for name, tensor in tensors_of(layer):
+            if name in case.names:
+                found[case.names[name].format(layer=number)] = tensor
+                continue
+            name = name.removeprefix("block.")
+            if name.endswith("experts.gate_up_proj"):
+                for expert, both in enumerate(tensor):
+                    gate, up = both.chunk(2)
+                    found[f"{prefix}mlp.experts.{expert}.gate_proj.weight"] = gate.contiguous()
+                    found[f"{prefix}mlp.experts.{expert}.up_proj.weight"] = up.contiguous()
+            elif name.endswith("experts.down_proj"):
+                found |= {f"{prefix}mlp.experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
+            else:
+                found[prefix + name] = tensor
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
 def losses_of(model, layers, case: Case):
     """Return the loss of the next tokens, and the mean of those of the further layers."""
     import torch
@@ -177,18 +188,34 @@ def losses_of(model, layers, case: Case):
         hidden = model.model(tokens[None]).last_hidden_state
         turns = model.model.rotary_emb(hidden, torch.arange(len(tokens)).expand(*case.axes, 1, -1))
         main = main + loss(model, hidden, tokens, weights, 1)
-        for depth, layer in enumerate(layers, start=1):
-            if len(tokens) - depth < 2:
-                break
-            # What position i knows, with the embedding of token i + depth: positions 0 to T - depth - 1.
-            kept = len(tokens) - depth
-            embedding = model.model.embed_tokens(tokens[None, depth:])
-            hidden = layer.eh_proj(torch.cat((layer.enorm(embedding), layer.hnorm(hidden[:, :kept])), dim=-1))
-            mask = torch.full((kept, kept), -torch.inf).triu(1)[None, None]
-            cos, sin = (turn[:, :kept] for turn in turns)
-            hidden = layer.norm(layer.block(hidden, attention_mask=mask, position_embeddings=(cos, sin)))
-            further = further + loss(model, hidden, tokens, weights, depth + 1)
+        further = further + further_loss(
+            model, layers, hidden, model.model.embed_tokens(tokens[None]), turns, tokens, weights
+        )
     return main / count, further / count / case.depths
+
+
+def further_loss(model, layers, hidden, embeddings, turns, tokens, weights):
+    """Return the sum of the losses of all depths of a document.
+
+    hidden, embeddings: [1, length, hidden_size] of the model, behind its norm and before its layers. turns: of its rope
+    """
+    import torch
+
+    further = torch.zeros(())
+    for depth, layer in enumerate(layers, start=1):
+        if len(tokens) - depth < 2:
+            break
+        # What position i knows, with the embedding of token i + depth: positions 0 to T - depth - 1.
+        kept = len(tokens) - depth
+        pairs = layer.enorm(embeddings[:, depth:]), layer.hnorm(hidden[:, :kept])
+        mask = torch.full((kept, kept), -torch.inf).triu(1)[None, None]
+        cos, sin = (turn[:, :kept] for turn in turns)
+        hidden = layer.block(
+            layer.eh_proj(torch.cat(pairs, dim=-1)), attention_mask=mask, position_embeddings=(cos, sin)
+        )
+        hidden = layer.norm(hidden)
+        further = further + loss(model, hidden, tokens, weights, depth + 1)
+    return further
 
 
 def loss(model, hidden, tokens, weights, ahead):
