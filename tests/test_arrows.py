@@ -19,7 +19,7 @@ MAY_IMPORT = {
 # Packages and files of each room: each may import those before it.
 ORDER = {
     "bridge": "imports lazy_compile cudnn_library light_transformers option_groups options pipeline_layout runtime "
-    "kernels patches parallel mapping families layers model lora checkpoint",
+    "pinned_memory kernels patches parallel mapping families layers model lora checkpoint",
     "templates": "plural machine cache json_types tokenizer options formats media chat_template dataset batching "
     "prepare",
     "tasks": "options system prepare losses distributed multi_turn turns rewards observability plan run report train "
