@@ -32,7 +32,7 @@ def make_workload(hf_config: HfConfig, transformers_config: object, options: Pla
     tower = _tower(hf_config, options)
     if depths and tower:
         raise ValueError(
-            f"--mtp_num_layers {depths}: layers of multi-token prediction train on text alone. Set --image_share 0"
+            f"--mtp_num_layers {depths}: is planned for text alone in this version. Set --image_share 0, or remove it"
         )
     try:
         parameters = count_parameters(hf_config, transformers_config, depths)

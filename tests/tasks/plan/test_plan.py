@@ -80,6 +80,18 @@ def test_layers_of_prediction_are_on_the_last_stage(name, tmp_path) -> None:
     assert parameters.of_stage(range(4), is_first=True, is_last=True).total == parameters.language
 
 
+def test_prediction_on_images_is_not_planned(workload_of) -> None:
+    from tests.bridge.vision import FAMILIES
+
+    config = FAMILIES["qwen3_5"]().to_dict() | {"architectures": ["Qwen3_5ForConditionalGeneration"]}
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    assert workload_of(config, mtp_num_layers=1, image_share=0.0).depths == 1
+    with pytest.raises(
+        ValueError, match=r"--mtp_num_layers 1: is planned for text alone in this version\. Set --image"
+    ):
+        workload_of(config, mtp_num_layers=1, image_share=0.5)
+
+
 def test_memory_and_time_with_prediction(bench, workload_of) -> None:
     """DeepSeek-V3's layer has 11.5 billion parameters; its files have copies of embedding and output layer too."""
     config = bench.configs.MODELS["DeepSeek-V3"][0]
