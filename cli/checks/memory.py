@@ -34,8 +34,9 @@ def _check_optimizer(options: SftOptions, sources: Mapping[str, str]) -> None:
             f"{flags[0]} cannot be used with --optimizer {optimizer.optimizer}: only AdamW has such states. Set "
             "--optimizer adam, or remove it."
         )
-    if options.build.fp8_param_gather:
-        raise UsageError(f"{flags[0]} cannot be used with --fp8_param_gather true. Remove one of them.")
+    moved = [flag for flag in flags if not flag.startswith("--exp_avg")]
+    if options.build.fp8_param_gather and moved:  # its masters are in fp32 on the device
+        raise UsageError(f"{moved[0]} cannot be used with --fp8_param_gather true. Remove one of them.")
 
 
 def _check_activations(options: SftOptions, sources: Mapping[str, str]) -> None:

@@ -41,9 +41,9 @@ class StatePlacement:
         """Return whether all states are fp32 on the device."""
         return not self.host_fraction and {self.exp_avg, self.exp_avg_sq, self.main_params} == {"fp32"}
 
-    def masters(self) -> AbstractContextManager[None]:
-        """Return a context within which megatron-core builds the masters."""
-        return nullcontext() if self.is_plain else empty_masters()
+    def masters(self, *, in_fp8: bool) -> AbstractContextManager[None]:
+        """Return a context within which megatron-core builds the masters. in_fp8: it also rounds them to weights."""
+        return nullcontext() if self.is_plain or in_fp8 else empty_masters()
 
     def dtype_of(self, name: str) -> torch.dtype:
         return STATE_DTYPES[{"param": self.main_params}.get(name) or getattr(self, name)]
@@ -76,7 +76,8 @@ class HybridAdamW(AdamW):
     The arithmetic is fp32. As in AdamW, gradients are divided by `grad_scale`, and nothing changes if `found_inf` is 1;
     a step with parameters on the host waits for the device.
 
-    copies: the half-precision parameter of each master, which has no storage of its own (`empty_masters`).
+    copies: the half-precision parameter of each master, which has no storage of its own (`empty_masters`). Masters of
+        FP8 weights have none: they stay in fp32 on the device.
     """
 
     def __init__(

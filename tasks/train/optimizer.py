@@ -179,20 +179,20 @@ def build_optimizer(
     modules = [*chunks, *([tower.module] if tower else [])]
     parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
     weights = next((parameter.dtype for parameter in parameters if parameter.dtype != torch.float32), torch.float32)
-    placement = _state_placement(options, has_masters=weights != torch.float32)
-    with warnings.catch_warnings(), owners.only_own() if owners else nullcontext(), placement.masters():
+    placement, in_fp8 = _state_placement(options, has_masters=weights != torch.float32), model.config.fp8_param
+    with warnings.catch_warnings(), owners.only_own() if owners else nullcontext(), placement.masters(in_fp8=in_fp8):
         warnings.filterwarnings("ignore", "WARNING: there is no optimizer")  # where all dense weights are frozen
         optimizer = get_megatron_optimizer(config, list(chunks), groups, use_gloo_process_groups=False)
     if tower:
         rates = _tower_rates(vision, schedule) if vision else {}
-        with placement.masters():
+        with placement.masters(in_fp8=in_fp8):
             optimizer = _add_tower(optimizer, tower, config, groups | rates)
     if placement.host_fraction:
         sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
         # Together, before any rank allocates its states: each counts those of all ranks of the machine.
         run_on_all_ranks(lambda: check_host_memory(placement, sum(sizes), weights))
     for part in chained_optimizers(optimizer):
-        _replace_optimizer(part, in_fp8=model.config.fp8_param, matrices=matrices, options=options, placement=placement)
+        _replace_optimizer(part, in_fp8=in_fp8, matrices=matrices, options=options, placement=placement)
     if owners:
         _send_after_steps(optimizer, owners)
     model.config.grad_scale_func = optimizer.scale_loss
@@ -400,6 +400,8 @@ def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
             start = part._get_model_param_range_map(parameter)["param"].start if is_distributed else 0
             if isinstance(part.optimizer, HybridAdamW):
                 state, copies = part.optimizer.plain_state(main)
+                if parameter.dtype != torch.float32:
+                    state.setdefault("param", main.detach().view(-1))  # of an FP8 weight
                 yield Shard(parameter, start, state, sharded, copies)
                 continue
             state = part.optimizer.state[main] | ({"param": main} if parameter.dtype != torch.float32 else {})
@@ -426,7 +428,7 @@ def _params_with_masters(part: Any) -> Iterator[tuple[Any, Tensor]]:
 def copy_masters_to_model(optimizer: MegatronOptimizer, chunks: list[DistributedDataParallel]) -> None:
     """Copy the fp32 masters to the model's parameters, on every rank."""
     for part in chained_optimizers(optimizer):
-        if isinstance(part.optimizer, HybridAdamW):
+        if isinstance(part.optimizer, HybridAdamW) and part.optimizer.copies:
             part.optimizer.write_copies()
         elif part.optimizer is not None and not isinstance(part, FP32Optimizer):
             type(part)._copy_main_params_to_model_params(part)  # _replace_optimizer may disable the instance's method

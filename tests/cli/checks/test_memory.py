@@ -44,6 +44,10 @@ def test_refused(words: str, message: str, dense: Path) -> None:
     ("words", "message"),
     [
         (f"{HOST} {FP8} --fp8_param_gather true", f"{HOST} cannot be used with --fp8_param_gather true. Remove one"),
+        (
+            f"--exp_avg_dtype bf16 --main_params_dtype fp16 {FP8} --fp8_param_gather true",
+            "--main_params_dtype fp16 cannot be used with --fp8_param_gather true. Remove one",
+        ),
         (f"{ACTIVATIONS} {FP8}", "--cpu_offloading true cannot be used with --fp8_format e4m3, whose layers save"),
     ],
 )
@@ -51,6 +55,10 @@ def test_refused_with_fp8(words: str, message: str, dense: Path) -> None:
     with pytest.raises(UsageError) as error:
         check(dense, words, gpus=1)
     assert message in str(error.value)
+
+
+def test_moments_of_weights_in_fp8_may_be_narrow(dense: Path) -> None:
+    check(dense, f"--exp_avg_dtype bf16 --exp_avg_sq_dtype fp8 {FP8} --fp8_param_gather true", gpus=1)
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1])

@@ -11,7 +11,14 @@ from megaswift.bridge.option_groups import compose
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.train import device_visits, hybrid_adamw
 from megaswift.tasks.train.hybrid_adamw import HybridAdamW, StatePlacement, check_host_memory
-from megaswift.tasks.train.optimizer import build_optimizer, chained_optimizers, wrap_for_data_parallelism
+from megaswift.tasks.train.optimizer import (
+    build_optimizer,
+    chained_optimizers,
+    copy_masters_to_model,
+    shards,
+    update,
+    wrap_for_data_parallelism,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -229,6 +236,47 @@ def test_masters_take_no_memory_beside_the_states(alone):
         assert master.untyped_storage().nbytes() == size
         assert part.optimizer.state[master]["exp_avg"].dtype == torch.bfloat16
         assert part.optimizer.state[master]["exp_avg_sq"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_narrow_moments_of_weights_that_megatron_core_writes(alone, distributed):
+    """FP8 weights are written from the masters by megatron-core, after AdamW. Here it writes bf16."""
+    options = compose(
+        SftOptions, lr=1e-2, use_distributed_optimizer=distributed, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
+    )
+    runs = []
+    for in_fp8 in (False, True):
+        torch.manual_seed(0)
+        model = build_model(tiny.config("qwen3").to_dict(), options.build, torch.bfloat16)
+        with torch.no_grad():
+            for parameter in model.chunks[0].parameters():
+                parameter.normal_(std=0.1)
+        chunks = wrap_for_data_parallelism(model, options.build)
+        model.config.fp8_param = in_fp8
+        optimizer = build_optimizer(model, chunks, options.optimizer, options.schedule)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            for parameter in model.chunks[0].parameters():
+                parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))  # type: ignore[attr-defined]
+            update(optimizer, 1.0)
+        weights = [parameter.detach().clone() for parameter in model.chunks[0].parameters()]
+        states = [shard.state for shard in shards(optimizer)]
+        runs.append((weights, states))
+        # As when a checkpoint has been read into the states.
+        for shard in shards(optimizer):
+            shard.state["param"].add_(1.0)
+            shard.store()
+        copy_masters_to_model(optimizer, chunks)
+        for parameter, weight in zip(model.chunks[0].parameters(), weights, strict=True):
+            torch.testing.assert_close(parameter.float(), weight.float() + 1, rtol=2**-7, atol=1e-2)
+    (weights, states), (fp8_weights, fp8_states) = runs
+    assert all(torch.equal(a, b) for a, b in zip(weights, fp8_weights, strict=True))
+    for state, fp8_state in zip(states, fp8_states, strict=True):
+        assert state.keys() == fp8_state.keys() == {"exp_avg", "exp_avg_sq", "param"}
+        assert state["exp_avg"].dtype == fp8_state["exp_avg"].dtype == torch.bfloat16
+        assert torch.equal(state["exp_avg"], fp8_state["exp_avg"])
 
 
 def test_masters_in_fp16_of_weights_in_fp32_are_refused(alone):
