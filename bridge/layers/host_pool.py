@@ -36,7 +36,7 @@ class HostPool:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[HostBlock]] = {}  # by size
+        self._free: dict[int, list[HostBlock]] = {}  # keyed by size
         self._sizes: list[int] = []
 
     def take(self, size: int) -> HostBlock:

@@ -51,9 +51,7 @@ class LastStage:
     hidden_states: Tensor  # [length, rows, hidden_size]; length / TP under sequence parallelism
     output_layer: torch.nn.Module
     tied_weight: Tensor | None  # the embedding's weight if the output layer is tied
-    embeddings: Tensor | None = (
-        None  # of the tokens, as `hidden_states`, with features of media in place; None: no media
-    )
+    embeddings: Tensor | None = None  # those of the tokens, with features of media in place; None: no media
 
     def output_matrix(self) -> Tensor:
         """Return this rank's rows of the output layer's weight, [vocabulary / TP, hidden_size]."""

@@ -155,7 +155,7 @@ def _layer_of_prediction(entries: ParamTable) -> int | None:
     for key in entries:
         if key.layer is not None and key.name.startswith(LAYER):
             names.setdefault(key.layer, set()).add(key.name.removeprefix(LAYER))
-    return max((layer for layer, own in names.items() if own == inner), default=None)
+    return max((layer for layer, tensors in names.items() if tensors == inner), default=None)
 
 
 def _count_of_prediction(

@@ -23,7 +23,7 @@ BUCKET_BYTES = 2 * GIB  # of weight buckets in flight during a weight sync
 FRAGMENTATION = 0.05  # share of a GPU lost to fragmentation
 MIN_CACHE = 0.1  # minimum share of a GPU for the KV cache, so that enough completions run concurrently
 ACTIVATIONS = 0.25  # share of a GPU for a training step whose memory is not known, beside a vLLM that never sleeps
-WORKSPACE = 6 * GIB  # of vLLM beside weights and KV cache: activations, logits and CUDA graphs
+WORKSPACE = 6 * GIB  # vLLM's, beside weights and KV cache: activations, logits and CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class MemoryNeeds:
     gradients: float  # not allocated yet
     optimizer: float  # not allocated yet
     engine: float  # vLLM's weights
-    step: float | None = None  # of a training step, beyond weights, gradients and optimizer; None: not known
+    step: float | None = None  # a training step's, beyond weights, gradients and optimizer; None: not known
     cache: float | None = None  # KV cache of all completions generated at a time; None: not known
 
 

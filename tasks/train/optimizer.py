@@ -401,7 +401,7 @@ def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
             if isinstance(part.optimizer, HybridAdamW):
                 state, copies = part.optimizer.plain_state(main)
                 if parameter.dtype != torch.float32:
-                    state.setdefault("param", main.detach().view(-1))  # of an FP8 weight
+                    state.setdefault("param", main.detach().view(-1))  # the master of an FP8 weight
                 yield Shard(parameter, start, state, sharded, copies)
                 continue
             state = part.optimizer.state[main] | ({"param": main} if parameter.dtype != torch.float32 else {})

@@ -18,7 +18,7 @@ from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
 SCALE, BOUND = 0.3, 1e-4
-STEPS, LR, WEIGHT_DECAY, EPS, CLIP = 3, 1e-3, 0.1, 1e-4, 1.0  # of training
+STEPS, LR, WEIGHT_DECAY, EPS, CLIP = 3, 1e-3, 0.1, 1e-4, 1.0  # settings of training
 
 
 class Case(NamedTuple):
@@ -153,25 +153,25 @@ def further_layers(case: Case, settings, code, kind: str) -> list:
 
 def names_in_files(case: Case, settings, layers, tensors_of) -> dict:
     """Return copies of the tensors that `tensors_of` yields of each layer, by their names in files."""
-    found = {}
+    tensors = {}
     for depth, layer in enumerate(layers):
         number = settings.num_hidden_layers + depth
         prefix = case.prefix.format(layer=number)
         for name, tensor in tensors_of(layer):
             if name in case.names:
-                found[case.names[name].format(layer=number)] = tensor
+                tensors[case.names[name].format(layer=number)] = tensor
                 continue
             name = name.removeprefix("block.")
             if name.endswith("experts.gate_up_proj"):
                 for expert, both in enumerate(tensor):
                     gate, up = both.chunk(2)
-                    found[f"{prefix}mlp.experts.{expert}.gate_proj.weight"] = gate.contiguous()
-                    found[f"{prefix}mlp.experts.{expert}.up_proj.weight"] = up.contiguous()
+                    tensors[f"{prefix}mlp.experts.{expert}.gate_proj.weight"] = gate.contiguous()
+                    tensors[f"{prefix}mlp.experts.{expert}.up_proj.weight"] = up.contiguous()
             elif name.endswith("experts.down_proj"):
-                found |= {f"{prefix}mlp.experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
+                tensors |= {f"{prefix}mlp.experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
             else:
-                found[prefix + name] = tensor
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+                tensors[prefix + name] = tensor
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def losses_of(model, layers, case: Case):
@@ -326,7 +326,7 @@ def test_logits_are_those_of_the_model_alone(made, one_process):  # noqa: F811
 
     from tests.bridge.families import worker
 
-    folder, found = made[0], {}
+    folder, by_depths = made[0], {}
     for depths in (0, json.loads((folder / "flags.json").read_text())["mtp_num_layers"]):
         options = worker.options_of({"mtp_num_layers": depths})
         model, logits = worker.open_model(folder / "fp32", options, torch.float32), []
@@ -338,9 +338,9 @@ def test_logits_are_those_of_the_model_alone(made, one_process):  # noqa: F811
         batches = worker.batches(options, packed=True)
         with torch.no_grad():
             run_schedule(model, model.chunks, batches, store, forward_only=True, output=lambda _: Logits())  # type: ignore[arg-type]
-        found[depths] = torch.stack(logits)
-    assert found[0].shape[1:3] == batches[0].tokens.shape
-    torch.testing.assert_close(*found.values())
+        by_depths[depths] = torch.stack(logits)
+    assert by_depths[0].shape[1:3] == batches[0].tokens.shape
+    torch.testing.assert_close(*by_depths.values())
 
 
 def test_more_layers_than_there_are_are_refused(made, one_process):  # noqa: F811
