@@ -60,14 +60,14 @@ def compute(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
     options = BuildOptions(**layout)
     model = worker.open_model(folder / "fp32", options, torch.float32)
     changed = worker.round_trip(model, folder / "fp32", torch.float32, max_shard_bytes=100_000)
-    found = []
+    losses = []
     for packed in (True, False):
         with torch.no_grad():
             batches = worker.batches(options, packed=packed)
             metrics = run_schedule(model, model.chunks, batches, sft_loss, forward_only=True)
         names = ["loss", "mtp_loss"]
-        found.append(dict(zip(names, sum_over_ranks(model.groups, metrics, names).wait(), strict=True)))
-    result: dict[str, Any] = {"packed": found[0], "padded": found[1]}
+        losses.append(dict(zip(names, sum_over_ranks(model.groups, metrics, names).wait(), strict=True)))
+    result: dict[str, Any] = {"packed": losses[0], "padded": losses[1]}
     result["parameters"] = count_parameters(model, read_config(folder / "fp32"))[1]
     result["changed"] = changed + through_other_forms(model, options, folder)
     if not options.use_distributed_optimizer:  # else each rank has a part of the sums
@@ -113,13 +113,13 @@ def train(folder: Path, layout: dict[str, Any], expected: dict[str, Any]) -> dic
     stale = stale_weights(folder, options) if options.build.use_distributed_optimizer else []
     model = worker.open_model(folder / "fp32", options.build, torch.float32)
     training = open_training(model, options, None)
-    found: dict[str, Any] = {"losses": [], "mtp_losses": [], "norms": [], "stale": stale}
+    result: dict[str, Any] = {"losses": [], "mtp_losses": [], "norms": [], "stale": stale}
     for step in range(test_prediction.STEPS):
         metrics, outcome = train_step(training, worker.batches(options.build, packed=True), sft_loss, step)
-        found["norms"].append(outcome.grad_norm)
+        result["norms"].append(outcome.grad_norm)
         losses = sum_over_ranks(model.groups, metrics, ["loss", "mtp_loss"]).wait()
         for name, value in zip(("losses", "mtp_losses"), losses, strict=True):
-            found[name].append(value)
+            result[name].append(value)
     with training.parameters_gathered():
         saved = worker.save(model, folder / "fp32", folder / "trained", torch.float32, 100_000)
         embedding = next((chunk.embedding for chunk in model.chunks if hasattr(chunk, "embedding")), None)
@@ -127,13 +127,13 @@ def train(folder: Path, layout: dict[str, Any], expected: dict[str, Any]) -> dic
         weight = None if embedding is None else embedding.word_embeddings.weight.detach().clone()
         dist.all_gather_object(weights, weight, group=model.groups.pp)
     # One on the first stage, and its copy on the last.
-    found["copies are equal"] = len(weights) == 1 or bool(torch.equal(weights[0], weights[-1]))
+    result["copies are equal"] = len(weights) == 1 or bool(torch.equal(weights[0], weights[-1]))
     distances = {
         name: ((saved[name] - tensor).abs().max() / tensor.abs().max()).item()
         for name, tensor in expected["trained"].items()
     }
-    found["of"] = max(distances, key=lambda name: distances[name])
-    return found | {"largest change": distances[found["of"]]}
+    result["of"] = max(distances, key=lambda name: distances[name])
+    return result | {"largest change": distances[result["of"]]}
 
 
 def stale_weights(folder: Path, options: SftOptions) -> list[str]:
