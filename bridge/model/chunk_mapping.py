@@ -22,9 +22,9 @@ class ChunkMapping(NamedTuple):
 
 def describe_chunks(chunks: Sequence[GPTModel], hf_config: HfConfig) -> Architecture:
     """Return the architecture in a raw config.json, with the tower and prediction layers that the model has."""
-    built: Architecture = chunks[0].config.architecture  # type: ignore[attr-defined]
+    depths: int = chunks[0].config.architecture.mtp_depths if chunks else 0  # type: ignore[attr-defined]
     has_vision = any(isinstance(chunk, TowerPart) for chunk in chunks)
-    return replace(family_of(hf_config).describe(hf_config, vision=has_vision), mtp_depths=built.mtp_depths)
+    return replace(family_of(hf_config).describe(hf_config, vision=has_vision), mtp_depths=depths)
 
 
 def map_chunks(chunks: Sequence[GPTModel], hf_config: HfConfig, names: Container[str] = ()) -> ChunkMapping:
