@@ -1,6 +1,8 @@
-"""Models of transformers 5.17 as they answer: the thinker of an Omni model, and mended faults of forward passes."""
+"""Models of transformers as they answer: the thinker of an Omni model, and mended faults of forward passes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -14,7 +16,7 @@ def answering_model(model: Any) -> Any:
             case "Qwen3OmniMoeAudioEncoder":
                 module.forward = MethodType(_audios_alone(module.forward), module)
             case "LlavaOnevisionModel":
-                module.get_video_features = MethodType(_videos_alone(module.get_video_features), module)
+                module.get_video_features = _videos_alone(module)
     return getattr(model, "thinker", model)  # the class of a whole Omni model has no forward pass
 
 
@@ -36,19 +38,26 @@ def _audios_alone(forward: Any) -> Any:
     return encode
 
 
-def _videos_alone(features: Any) -> Any:
-    """Return a method of LLaVA-OneVision that takes a list of videos, whose lengths may differ, in place of a tensor.
+def _videos_alone(model: Any) -> Callable[..., Any]:
+    """Return LLaVA-OneVision's `get_video_features` for a list of videos, whose lengths may differ, not a tensor.
 
-    The model puts one newline behind all that the method returns, which has those of the other videos. Each video has
-    shape [frames, 3, height, width].
+    Each video has shape [frames, 3, height, width]. transformers before 5.20 puts one newline behind all that the
+    method returns; later ones have the method put one behind each video.
     """
+    features = model.get_video_features
+    name = next(iter(signature(features).parameters))  # `generate` passes it by name
+    adds_newlines = name == "pixel_values"  # its name before 5.20
 
-    def encode(self: Any, pixel_values: Sequence[torch.Tensor], **settings: Any) -> Any:
-        outputs = [features(video[None], **settings) for video in pixel_values]
+    @wraps(features)
+    def encode(*videos: list[torch.Tensor], **settings: Any) -> Any:
+        [videos] = videos or (settings.pop(name),)
+        outputs = [features(video[None], **settings) for video in videos]
         parts = []
         for output in outputs:
-            parts += [output.pooler_output, self.image_newline[None, None].to(output.pooler_output)]
-        outputs[0].pooler_output = torch.cat(parts[:-1], dim=1)
+            parts.append(output.pooler_output)
+            if adds_newlines:
+                parts.append(model.image_newline[None, None].to(output.pooler_output))
+        outputs[0].pooler_output = torch.cat(parts[:-1] if adds_newlines else parts, dim=1)
         return outputs[0]
 
     return encode

@@ -73,6 +73,9 @@ class PlanOptions:
     main_params_dtype: Annotated[Literal["fp32", "fp16"], "AdamW: type of the weights' masters."] = "fp32"
     accumulate_allreduce_grads_in_fp32: Annotated[bool, "Accumulate and reduce gradients in fp32."] = True
     optimizer_offload_fraction: Annotated[float, "Share of the optimizer's state that is kept there.", "[0, 1]"] = 1.0
+    cpu_offloading_num_layers: Annotated[
+        int, "Keep the activations of the first N layers of each pipeline stage in host memory.", "[0, inf)"
+    ] = 0
     rows: Annotated[int, "Layouts to print.", "(0, inf)"] = 8
 
     @property

@@ -84,6 +84,8 @@ def _command(options: PlanOptions, work: Workload, plan: Plan) -> str:
         words.insert(-1, f"--mtp_num_layers {options.mtp_num_layers}")
         if work.parameters.tower.total:
             words.insert(-1, "--language_model_only true")
+    if options.cpu_offloading_num_layers:
+        words.insert(-1, f"--cpu_offloading true --cpu_offloading_num_layers {options.cpu_offloading_num_layers}")
     for name in (*tower_flags, "fp8_format", "fp8_param_gather", *types, "optimizer_offload_fraction"):
         if (value := getattr(options, name)) != getattr(PlanOptions(), name):
             words.insert(-1, f"--{name} {str(value).lower()}")

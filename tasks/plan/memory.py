@@ -39,6 +39,9 @@ LAYER_LAUNCHES = {"dense": 120, "experts": 180}  # about, of both passes
 # Values that a layer of multi-token prediction saves per token beside those of the layer within it, as multiples of the
 # hidden size: two norms' inputs, their outputs together for its matrix, and the last norm's input and output.
 PREDICTION_VALUES = 6
+# Layers whose activations are on the GPU while those of the others are on the host: the layer that computes, and those
+# that leave or arrive. By Qwen3-4B's documents of 131,072 tokens.
+RESIDENT_LAYERS = 3
 FP8_WEIGHT_BYTES = 2  # copy of a matrix and its transpose, which the products of both passes read
 
 
@@ -81,6 +84,7 @@ class Workload:
     offload_fraction: float = 1.0  # share of AdamW's state, in layouts with it on the host
     fp8: Fp8 | None = None  # None: bf16
     tower: TowerWork | None = None  # None: none is built
+    offloaded_layers: int = 0  # first layers of each pipeline stage whose activations are kept on the host
     gpu_bytes: float = 80 * GIB  # memory of a GPU
 
     def layer(self, layer: int) -> Layer:
@@ -218,8 +222,12 @@ def _memory_of_stage(
     if layout.recompute == "mlp":
         in_backward = max(within_mlps)
         saved = [total - within for total, within in zip(saved, within_mlps, strict=True)]
-    inputs = BYTES * work.config.hidden_size / layout.tensor * len(layers)
-    activations = tokens * in_flight * (recomputed * inputs + (1 - recomputed) * sum(saved))
+    state = BYTES * work.config.hidden_size / layout.tensor
+    kept = [recomputed * state + (1 - recomputed) * total for total in saved]
+    offloaded = kept[: work.offloaded_layers]
+    activations = tokens * in_flight * (sum(kept) - sum(offloaded))
+    resident = min(RESIDENT_LAYERS, len(offloaded))
+    activations += tokens * resident * (max(offloaded, default=0.0) + kept_attention_bytes(work, layout))
     again = tokens * in_backward - logits if layout.recompute != "none" else 0.0
     if depths:  # their backward pass follows their forward pass at once, when one of the logits are freed
         kept, computed_again = _prediction_bytes(work, layout)
@@ -249,6 +257,24 @@ def _memory_of_stage(
         logits,
         reserve,
     )
+
+
+def kept_attention_bytes(work: Workload, layout: GpuLayout) -> float:
+    """Return the bytes per token of the output of attention that a recomputed layer keeps on the host beside its input.
+
+    It is not computed again then. Context parallelism keeps none.
+    """
+    keeps = work.offloaded_layers and layout.recompute == "full" and layout.context == 1
+    return BYTES * _head_values(work.config)[1] / layout.tensor if keeps else 0.0
+
+
+def offloaded_bytes(work: Workload, layout: GpuLayout, layers: range) -> float:
+    """Return the bytes per token that a stage's layers send to the host in a forward pass."""
+    offloaded = layers[: work.offloaded_layers]
+    if layout.recompute == "full":
+        state = BYTES * work.config.hidden_size / layout.tensor
+        return len(offloaded) * (state + kept_attention_bytes(work, layout))
+    return sum(_saved_bytes(work, layout, layer) for layer in offloaded)
 
 
 def _prediction_bytes(work: Workload, layout: GpuLayout) -> tuple[float, float]:

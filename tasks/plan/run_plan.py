@@ -46,7 +46,7 @@ STATES = "weights", "gradients", "optimizer"  # parts of the memory that do not 
 MEASURED_MODELS = "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "gpt_oss"  # rows of docs/plan.md
 MEASURED_FLAGS = (
     *NEUTRAL_FLAGS, *FP8_FLAGS, *LAYOUT_FLAGS, "recompute_granularity", "recompute_method", "recompute_num_layers",
-    "recompute_modules", "moe_permute_fusion", "transformer_impl",
+    "recompute_modules", "moe_permute_fusion", "transformer_impl", "cpu_offloading", "cpu_offloading_num_layers",
 )  # fmt: skip
 MEASURED_GPUS = 4
 # Planned memory without its reserve was at most 1.05 times what runs reserved.
@@ -181,6 +181,7 @@ def plan_options(options: SftOptions, world: int, images: Images = ASSUMED_IMAGE
         exp_avg_sq_dtype=options.optimizer.exp_avg_sq_dtype,
         main_params_dtype=options.optimizer.main_params_dtype,
         accumulate_allreduce_grads_in_fp32=options.build.accumulate_allreduce_grads_in_fp32,
+        cpu_offloading_num_layers=options.build.cpu_offloading_num_layers if options.build.cpu_offloading else 0,
     )
 
 
@@ -252,6 +253,7 @@ def _has_measured_activations(options: SftOptions, work: Workload, layout: GpuLa
         and not (layout.context > 1 and (work.tower or model_type == "gpt_oss"))
         and not flag_value(options, "enable_dft_loss", False)
         and {"core_attn", "mlp"}.issuperset(options.build.recompute_modules)
+        and not (work.offloaded_layers and layout.recompute != "full")
         and all(name in MEASURED_FLAGS for name in _changed(options.build))
     )
 

@@ -12,7 +12,15 @@ from ...bridge.mapping.architecture import Architecture
 from ..observability.flops import Flops, peak_flops
 from .gpu_layout import GpuLayout
 from .gpus import GPUS, gpu_kind
-from .memory import BYTES, Workload, kept_patches, key_values, quantized_values
+from .memory import (
+    BYTES,
+    Workload,
+    kept_attention_bytes,
+    kept_patches,
+    key_values,
+    offloaded_bytes,
+    quantized_values,
+)
 
 # Share of the peak that products reach: BEST for large matrices, less for a hidden size near SMALL.
 BEST, SMALL = 0.602, 768.0
@@ -25,7 +33,7 @@ ROUTED_PASSES = 3.0  # how often what experts take and compute of a token is wri
 # Shares of the links: of all-gathers and reduce-scatters, of all-to-alls with their waits, of reads of peers' memory.
 GATHERING, ALL_TO_ALL, PEER_READS = 0.31, 0.167, 0.39
 NETWORK = 40e9  # bytes a second of a GPU between nodes
-# Bytes a second of a GPU, in each direction at once, of optimizer states on the host: one GPU of a node, and all of it.
+# Bytes a second of a GPU, in each direction at once, to and from the host: one GPU of a node, and all of it.
 PCIE, SHARED_PCIE = 48e9, 34e9
 OVERLAP = 0.83  # share of the gradients' exchange that is hidden behind the backward pass
 FP8_SPEEDUP = 1.9  # speed of products, relative to bf16
@@ -34,9 +42,9 @@ LORA_OVERHEAD, LORA_EXPERTS = 1.2, 2.1  # adapters add small products, above all
 # Seconds in which the host launches a layer's kernels of both passes, and one collective of tensor parallelism. By
 # Qwen3-VL-4B with TP2 and micro batches of one pack, on hosts of which one is a quarter faster (docs/results.md).
 HOST_LAYER, HOST_EXCHANGE = 3.5e-3, 0.25e-3
-# The first for experts with adapters on several ranks: the host waits for the rows' number, and then launches many
-# small kernels. By Qwen3-30B-A3B with EP2.
-HOST_ADAPTED_EXPERTS = 9e-3
+# The first for experts on several ranks: the host waits for the number of their rows, and then launches many kernels.
+# By Qwen3-30B-A3B with EP4, and, with adapters, EP2; micro batches of one pack of 4,096 tokens, and of two.
+HOST_EXPERTS, HOST_ADAPTED_EXPERTS = 7e-3, 9e-3
 # Seconds that a layer's attention in a ring of context parallelism takes the host longer. By Qwen3-8B with CP2 and
 # micro batches of one pack of 4,096 tokens.
 HOST_RING = 5e-3
@@ -120,6 +128,7 @@ def _stage_times(work: Workload, layout: GpuLayout, machine: Machine) -> list[tu
             seconds += _prediction_seconds(work, layout, machine)
         exchanges = (part + depths / config.num_layers) * exchange + sending
         wait = max(_host_seconds(work, layout, len(layers) + depths, recomputed) - seconds - exchanges, 0.0)
+        wait += _offload_wait(work, layout, layers, seconds + exchanges)
         stages.append((seconds + tower, exchanges, wait))
     return stages
 
@@ -135,7 +144,8 @@ def _layers_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Ma
     products = passes * 2 * (flops.matrix_parameters - flops.output) * work.length * share
     documents = work.length / work.document_length
     pairs = flops.forward([work.document_length]) - 2 * flops.matrix_parameters * work.document_length
-    attention = (3 + recomputed) * pairs * documents * share
+    repeated = recomputed if not kept_attention_bytes(work, layout) else 0.0
+    attention = (3 + repeated) * pairs * documents * share
     expert_share = _expert_share(work, flops)
     again = 2 * _first_products(work) * work.length * share if layout.recompute == "mlp" else 0.0
     dense = (products * (1 - expert_share) + again) / (FP8_SPEEDUP if work.fp8 else 1.0)
@@ -175,10 +185,22 @@ def _traffic(work: Workload, layout: GpuLayout, layers: range, depths: int, reco
 def _host_seconds(work: Workload, layout: GpuLayout, layers: int, recomputed: float) -> float:
     """Return the seconds in which the host launches a stage's kernels for a micro batch. No GPU is faster."""
     exchanges = _exchanges(layout) if layout.tensor > 1 else 0
-    has_adapted_experts = work.lora_rank is not None and layout.expert > 1 and not work.has_frozen_experts
-    layer = HOST_ADAPTED_EXPERTS if has_adapted_experts else HOST_LAYER
+    layer = HOST_LAYER
+    if layout.expert > 1:
+        is_adapted = work.lora_rank is not None and not work.has_frozen_experts
+        layer = HOST_ADAPTED_EXPERTS if is_adapted else HOST_EXPERTS
     layer += HOST_RING if layout.context > 1 else 0.0
     return layers * ((1 + recomputed / 3) * layer + exchanges * HOST_EXCHANGE)
+
+
+def _offload_wait(work: Workload, layout: GpuLayout, layers: range, seconds: float) -> float:
+    """Return the seconds that a micro batch waits for activations on their way to the host and back.
+
+    seconds: of its forward and backward pass, of which the first is about a third
+    """
+    tokens = layout.micro_batch * work.length / layout.context
+    way = tokens * offloaded_bytes(work, layout, layers) / (PCIE if layout.gpus == 1 else SHARED_PCIE)
+    return max(way - seconds / 3, 0.0) + max(way - seconds * 2 / 3, 0.0)
 
 
 def _output_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Machine, text_share: float) -> float:

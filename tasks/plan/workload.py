@@ -55,6 +55,7 @@ def make_workload(hf_config: HfConfig, transformers_config: object, options: Pla
         options.optimizer_offload_fraction,
         _fp8(config, options),
         tower,
+        options.cpu_offloading_num_layers,
     )
 
 

@@ -23,9 +23,11 @@ from megaswift.tasks.plan.run_plan import (
     time_line,
     tower_patches,
 )
+from megaswift.tasks.plan.speed import Machine, step_time
 from megaswift.tasks.run import context
 
 GIB = 2**30
+H200 = Machine(989e12)
 H100 = Gpu("NVIDIA H100 80GB HBM3", 79.1 * GIB, 8)
 # Rows and systems of the benchmark that ran on H200s.
 RUNS = ["0.6b ours", "4b ours", "4b lora", "moe ours", "moe lora", "moe-ep2 ours", "8b ours", "8b-mb1 ours",
@@ -301,6 +303,27 @@ def test_a_part_of_the_optimizer_on_the_host(command) -> None:
         )
     )
     assert (most.optimizer, all_of_it.optimizer) == (plain.optimizer / 4, 0)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_activations_on_the_host(command, recompute: str) -> None:
+    """Of 36 layers of 2,560 values a token: three stay on the GPU, with their attention's outputs of 4,096 values."""
+    words = f"--max_length 131072 --recompute_granularity {recompute} --cpu_offloading true --cpu_offloading_num_layers"
+    plain, half, every = (
+        plan_run(options_of(command("4b-128k", f"{words} {layers}", gpus=1)), 1) for layers in (0, 18, 36)
+    )
+    assert plain.memory.activations > half.memory.activations > every.memory.activations
+    assert every.is_of_measured_kind == (recompute == "full")
+    times = [step_time(plan.work, plan.layout, H200) for plan in (plain, every)]
+    if recompute == "full":
+        kept = 2 * 131_072 * (36 * 2560 - 3 * (2560 + 4096))
+        assert plain.memory.activations - every.memory.activations == pytest.approx(kept)
+        # Attention is most of the time, and is not computed again.
+        assert times[1].compute < 0.85 * times[0].compute
+        assert times[1].host == 0
+    else:  # more leaves than PCIe takes while the layers compute
+        assert times[1].compute == times[0].compute
+        assert times[1].host > times[0].host
 
 
 def test_the_first_rank_compares_with_its_own_gpu(command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,11 +237,11 @@ def _of_training(name: str) -> bool:
 
 
 def assert_same_weights(found: Tensors, wanted: Tensors, start: Tensors) -> None:
-    """After training, within 1e-4; and within 1e-3 of what training has changed."""
+    """After training, within 1e-4; and within 2e-3 of what training has changed."""
     assert found.keys() == wanted.keys()
     apart = {name: float((found[name] - tensor).abs().max()) for name, tensor in wanted.items()}
     assert max(apart.values()) < 1e-4, apart
     share = {
         name: float((found[name] - tensor).norm() / (tensor - start[name]).norm()) for name, tensor in wanted.items()
     }
-    assert max(share.values()) < 1e-3, share
+    assert max(share.values()) < 2e-3, share

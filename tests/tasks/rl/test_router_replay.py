@@ -46,7 +46,7 @@ def test_the_engines_experts(place: Place) -> None:
 def test_own_experts_change_nothing_before_the_weights_do(mode: str, place: Place) -> None:
     found, plain = place.run(f"{MOE} --router_replay_mode {mode}"), place.run(MOE)
     for name in ("loss", "grad_norm", "kl"):
-        assert found.steps[0][name] == plain.steps[0][name]
+        assert found.steps[0][name] == pytest.approx(plain.steps[0][name], rel=1e-6, abs=1e-7)
         assert found.steps[2][name] != plain.steps[2][name]
 
 
