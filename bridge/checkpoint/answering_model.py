@@ -49,8 +49,8 @@ def _videos_alone(model: Any) -> Callable[..., Any]:
     adds_newlines = name == "pixel_values"  # its name before 5.20
 
     @wraps(features)
-    def encode(*videos: list[torch.Tensor], **settings: Any) -> Any:
-        [videos] = videos or (settings.pop(name),)
+    def encode(*arguments: list[torch.Tensor], **settings: Any) -> Any:
+        videos = arguments[0] if arguments else settings.pop(name)
         outputs = [features(video[None], **settings) for video in videos]
         parts = []
         for output in outputs:

@@ -162,15 +162,17 @@ class CoreAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         """Return the attention output without Transformer Engine: [sequence, batch, heads, dim], as the arguments."""
-        if segments.key_index is not None:
-            if self.cp_group.size() > 1:  # all-gather forward, reduce-scatter backward
+        has_kernel = self.kernel != "sdpa" and segments.keys_ahead is None
+        has_kernel = has_kernel and query.shape[1] == 1 and not (self.training and self.dropout)
+        is_distributed = self.cp_group.size() > 1
+        if segments.key_index is not None and not (has_kernel and is_distributed):
+            if is_distributed:  # all-gather forward, reduce-scatter backward
                 key, value = (
                     gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.cp_group)
                     for x in (key, value)
                 )
             key, value = (select_rows(x, segments.key_index) for x in (key, value))
-        has_kernel = self.kernel != "sdpa" and segments.keys_ahead is None
-        if has_kernel and query.shape[1] == 1 and not (self.training and self.dropout):
+        if has_kernel:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
             output = varlen_attention(
                 query,
@@ -180,6 +182,7 @@ class CoreAttention(MegatronModule):
                 self.softmax_scale,
                 self.softmax_offset,
                 self.score_cap,
+                group=self.cp_group if is_distributed else None,
                 uses_flash=self.kernel == "flash",
                 is_deterministic=self.config.deterministic_mode,
             )

@@ -5,25 +5,22 @@ scores and s the sink, L' = log(exp L + exp s), and the output is the output wit
 kernel returns L, and its unchanged backward pass is correct if it gets L' and the new output.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import usable
 from ..kernels.flash_attention import FlashAttention
 from ..kernels.kept_outputs import kept_outputs
+from .gathered_keys import Backward, Forward, gathering
 from .packed_seqs import Segments
 
 MAX_HEAD_DIM = 128  # up to which kernels/attention.py is faster: the sums of wider heads do not fit into registers
 MAX_CAPPED_DIM = 256  # widest head if scores are capped, which torch's kernels cannot do
-
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # query, key, value -> output, L [heads, tokens]
-# grad of output, query, key, value, output, L' -> grads of query, key, value
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class KernelAttention(torch.autograd.Function):
@@ -66,12 +63,14 @@ def varlen_attention(
     sinks: Tensor | None,
     cap: float | None = None,
     *,
+    group: dist.ProcessGroup | None = None,
     uses_flash: bool = False,
     is_deterministic: bool = False,
 ) -> Tensor:
     """Compute causal flash attention over segments: query [tokens, heads, dim], key and value [tokens, groups, dim].
 
     cap: see `Architecture.score_cap`. Raises ValueError where no kernel has caps for heads or documents of this size
+    group: ranks of context parallelism, of which this one's keys and values are given; None: all keys are given
     uses_flash: by FlashAttention-4 where it is faster; its values may have another dim than queries
     """
     factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -86,15 +85,25 @@ def varlen_attention(
             window=segments.window,
             is_deterministic=is_deterministic,
         )
-        return KernelAttention.apply(query, key, value, sinks, flash.forward, flash.backward)  # type: ignore[return-value]
+        passes = flash.forward, flash.backward
+    else:
+        passes = _other_passes(query, key, value, segments, factor, cap)
+    if group is not None and segments.key_index is not None:
+        passes = gathering(*passes, segments.key_index, group)
+    return KernelAttention.apply(query, key, value, sinks, *passes)  # type: ignore[return-value]
+
+
+def _other_passes(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cap: float | None
+) -> tuple[Forward, Backward]:
+    """Return the passes of the Triton kernels where they are faster, and of aten's elsewhere."""
     # The Triton kernels index a document's elements with 32 bits.
     largest = max(max(segments.queries) * query.stride(0), max(segments.keys) * max(key.stride(0), value.stride(0)))
     dim = query.shape[-1]
     is_supported = dim <= (MAX_HEAD_DIM if cap is None else MAX_CAPPED_DIM) and largest < 2**31 and usable(query)
     if cap is not None and not is_supported:
         raise ValueError(f"no kernel caps the scores of heads of {dim} over {max(segments.keys)} tokens of a document")
-    passes = _triton_passes(segments, factor, cap) if is_supported else _aten_passes(segments, factor)
-    return KernelAttention.apply(query, key, value, sinks, *passes)  # type: ignore[return-value]
+    return _triton_passes(segments, scale, cap) if is_supported else _aten_passes(segments, scale)
 
 
 def _triton_passes(segments: Segments, scale: float, cap: float | None) -> tuple[Forward, Backward]:

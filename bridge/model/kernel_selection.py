@@ -147,12 +147,12 @@ def _mixers(
 def _uses_flash(options: BuildOptions, architecture: Architecture) -> bool:
     """Return whether attention runs by FlashAttention-4, where it is installed.
 
-    With context parallelism Transformer Engine sends keys and values in a ring, instead of gathering and keeping all.
+    With context parallelism Transformer Engine sends keys and values in a ring, unless they shall be gathered.
     """
     return (
         flash_attention.is_usable()
         and options.attention_backend in ("auto", "flash", "flash_4")
-        and options.context_parallel_size == 1
+        and (options.context_parallel_size == 1 or options.cp_comm_type == "all_gather")
         and not options.attention_dropout
         and architecture.score_cap is None
         and _head_sizes(architecture) in flash_attention.HEAD_SIZES

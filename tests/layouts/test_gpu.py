@@ -28,6 +28,7 @@ PLAIN = {
         " PP2": {"pipeline_model_parallel_size": 2},
         " PP2 VPP2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         " CP2": {"context_parallel_size": 2},
+        " CP2 gathered": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
         " ZeRO overlapped": {
             "use_distributed_optimizer": True,
             "overlap_grad_reduce": True,
