@@ -9,7 +9,7 @@ from ...templates.plural import plural
 from ..options import PlanOptions
 from ..system.memory import GIB
 from .gpus import GPUS
-from .memory import OUTSIDE, Memory, Workload
+from .memory import OUTSIDE, Memory, Workload, host_bytes
 from .search import Plan, Search, search, smallest_cluster
 from .speed import Machine, StepTime
 from .table import aligned, choices
@@ -29,6 +29,7 @@ def run(options: PlanOptions, sources: dict[str, str]) -> int:
     device = GPUS[options.gpu].name
     memory = options.memory or GPUS[options.gpu].memory
     work = replace(make_workload(hf_config, load_config(folder), options), gpu_bytes=memory * GIB)
+    _check_offload(options, work)
     machine = Machine.of(device, options.gpus_per_node)
     assert machine is not None
     pins = _pins(options)
@@ -45,7 +46,18 @@ def run(options: PlanOptions, sources: dict[str, str]) -> int:
         print("\n".join(f"  {_excess(plan, limit)}" for plan in _of_each_size(faster)[:TOO_LARGE]))
     print("The first:")
     print(f"  {_command(options, work, result.best)}")
+    if on_host := host_bytes(work, result.best.layout):
+        print(f"It keeps {on_host / GIB:.1f} GiB of each GPU in host memory.")
     return 0
+
+
+def _check_offload(options: PlanOptions, work: Workload) -> None:
+    """Raise ValueError for an offload of activations that a run refuses."""
+    layers, total = options.cpu_offloading_num_layers, work.config.num_layers
+    if layers > total:
+        raise ValueError(f"--cpu_offloading_num_layers {layers}: the model has {total} layers. Set at most these")
+    if layers and options.fp8_format:
+        raise ValueError("--cpu_offloading_num_layers cannot be used with --fp8_format. Remove one of them")
 
 
 def _of_each_size(plans: list[Plan]) -> list[Plan]:
@@ -107,7 +119,9 @@ def _pins(options: PlanOptions) -> dict[str, object]:
         "offloads": options.optimizer_cpu_offload,
     }
     pins: dict[str, object] = {name: value for name, value in values.items() if value is not None}
-    return pins | {"recomputed": None} if options.recompute == "full" else pins
+    if options.cpu_offloading_num_layers:  # otherwise more leaves than the host holds, or the links carry
+        pins.setdefault("recompute", ["full"])
+    return pins | {"recomputed": None} if pins.get("recompute") == ["full"] else pins
 
 
 def table(work: Workload, plans: list[Plan]) -> str:

@@ -164,6 +164,19 @@ def memory_of_rank(work: Workload, layout: GpuLayout) -> Memory:
     )
 
 
+def host_bytes(work: Workload, layout: GpuLayout) -> float:
+    """Return the bytes of host memory that a rank fills: its share of the optimizer's state, and activations."""
+    on_gpu = memory_of_rank(work, replace(layout, offloads=False)).optimizer
+    state = on_gpu * work.offload_fraction * (work.optimizer_bytes - BYTES) / work.optimizer_bytes
+    tokens = layout.micro_batch * work.length / layout.context
+    micro_batches = layout.micro_batches(work.global_batch)
+    activations = max(
+        tokens * layout.chunks_in_flight(stage, micro_batches) / layout.virtual * offloaded_bytes(work, layout, layers)
+        for stage, layers in enumerate(layout.stages(work.config.num_layers))
+    )
+    return (state if layout.offloads else 0.0) + activations
+
+
 def kept_patches(work: Workload, layout: GpuLayout) -> int:
     """Return the patches whose activations a rank keeps for the tower's backward pass, as of VisionEncoder.
 

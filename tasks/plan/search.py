@@ -112,7 +112,8 @@ def _divisions(work: Workload, layout: GpuLayout, pins: Mapping[str, object]) ->
         choice = replace(layout, virtual=virtual, first=first, last=last)
         # megatron-core's interleaved schedule takes as many micro batches as stages at a time.
         is_interleaved = stages > 1 and layout.micro_batches(work.global_batch) % stages == 0
-        if (virtual == 1 or is_interleaved) and (stages > 1 or first is last is None) and choice.divides(layers):
+        is_valid = (virtual == 1 or is_interleaved) and (stages > 1 or first is last is None) and choice.divides(layers)
+        if is_valid and min(map(len, choice.stages(layers))) >= work.offloaded_layers:
             yield choice
 
 

@@ -32,6 +32,21 @@ def test_the_command_of_the_first_layout_is_one_that_training_takes(folder, caps
     assert options.data.packing
 
 
+def test_activations_on_the_host(folder, capsys) -> None:
+    """Each layer's input, and its attention's outputs, which are not computed again, are there."""
+    layers = 2
+    flags = f"--gpus 1 --max_length 65536 --global_batch_size 4 --cpu_offloading_num_layers {layers}"
+    assert main("megatron", ["plan", "--model", str(folder), *flags.split(), "--micro_batch_size", "4"]) == 0
+    command, note = capsys.readouterr().out.splitlines()[-2:]
+    offload = f"--cpu_offloading true --cpu_offloading_num_layers {layers} --dataset"
+    assert f"--recompute_num_layers 1 {offload}" in command
+    config = tiny.config("qwen3_moe")
+    values = config.hidden_size + config.num_attention_heads * config.head_dim
+    on_host = 2 * layers * 4 * 65_536 * values / 2**30
+    assert on_host >= 0.1
+    assert note == f"It keeps {on_host:.1f} GiB of each GPU in host memory."
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
@@ -39,6 +54,7 @@ def test_the_command_of_the_first_layout_is_one_that_training_takes(folder, caps
         ("--gpus 12", 2, "--gpus 12: not a multiple of --gpus_per_node 8"),
         ("--document_length 9000", 2, "--document_length 9000: longer than --max_length 4096"),
         ("--gpus 4 --global_batch_size 3 --micro_batch_size 2", 1, "no layout divides the batch"),
+        ("--cpu_offloading_num_layers 99", 1, "--cpu_offloading_num_layers 99: the model has 4 layers"),
         ("--gpu h99", 2, "h99"),
         ("--lr 1", 2, "--lr"),
     ],
