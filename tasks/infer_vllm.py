@@ -12,6 +12,7 @@ from .infer_engine import AdapterFolder, ChatEngine, Emit
 from .infer_media import EncodedPrompt, check_videos, count_videos, to_request
 from .options import InferOptions
 from .rollout.lora_support import RANKS, lora_rank_bucket
+from .rollout.vllm_errors import refusals_as_value_errors
 
 UNSUPPORTED_BY_VLLM = {  # keys of adapter_config.json that vLLM rejects or silently ignores
     "use_dora": "DoRA (use_dora)",
@@ -90,9 +91,10 @@ class VllmChat(ChatEngine):
             return [self._stream(prompts[0], emit)]
         requests = [to_request(prompt, self.vision) for prompt in prompts]
         show_progress = len(prompts) > 1 and sys.stderr.isatty()
-        outputs = self.llm.generate(
-            list(map(self._prompt, requests)), self.settings, use_tqdm=show_progress, lora_request=self.adapter
-        )
+        with refusals_as_value_errors():
+            outputs = self.llm.generate(
+                list(map(self._prompt, requests)), self.settings, use_tqdm=show_progress, lora_request=self.adapter
+            )
         for request, output in zip(requests, outputs, strict=True):
             request.check_length(len(output.prompt_token_ids))
         return [output.outputs[0].text for output in outputs]
@@ -106,8 +108,9 @@ class VllmChat(ChatEngine):
         self._request_count += 1
         request = f"chat-{self._request_count}"
         engine = self.llm.llm_engine
-        (rendered,) = engine.renderer.render_cmpl([self._prompt(to_request(prompt, self.vision))])
-        engine.add_request(request, rendered, settings, lora_request=self.adapter)
+        with refusals_as_value_errors():
+            (rendered,) = engine.renderer.render_cmpl([self._prompt(to_request(prompt, self.vision))])
+            engine.add_request(request, rendered, settings, lora_request=self.adapter)
         pieces = []
         try:
             while engine.has_unfinished_requests():

@@ -19,6 +19,7 @@ from .eos import eos_token_ids
 from .lora_support import DEFAULT_RANK, lora_rank_bucket
 from .vllm_adapter import VllmObject, lora_request
 from .vllm_engine import check_experts, lora_arguments, sampling_params, to_completion
+from .vllm_errors import refusals_as_value_errors
 from .vllm_images import PromptWriter, image_arguments
 from .vllm_kwargs import engine_kwargs, model_settings, set_cpu_defaults
 from .weight_buckets import Bucket
@@ -103,12 +104,13 @@ class VllmBackend:
     async def _generate_one(self, request: Request, sampling: Sampling) -> Completion:
         settings = sampling_params(request, sampling, self._eos_ids)
         prompt = self._to_prompt(request)
-        async for output in self.llm.generate(
-            prompt, settings, request_id=uuid.uuid4().hex, lora_request=self._adapter
-        ):
-            if output.finished:
-                request.check_length(len(output.prompt_token_ids))
-                return to_completion(output.outputs[0], sampling)
+        with refusals_as_value_errors():
+            async for output in self.llm.generate(
+                prompt, settings, request_id=uuid.uuid4().hex, lora_request=self._adapter
+            ):
+                if output.finished:
+                    request.check_length(len(output.prompt_token_ids))
+                    return to_completion(output.outputs[0], sampling)
         raise RuntimeError("vLLM aborted a request")
 
     async def top_log_probs(self, document: Request, positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
@@ -123,10 +125,11 @@ class VllmBackend:
         )
         prompt = self._to_prompt(document)
         async with self._at_temperature(1.0):
-            async for output in self.llm.generate(prompt, settings, request_id=uuid.uuid4().hex):
-                if output.finished:
-                    document.check_length(len(output.prompt_token_ids))
-                    return _parse_top_log_probs(output.prompt_logprobs, positions, top)
+            with refusals_as_value_errors():
+                async for output in self.llm.generate(prompt, settings, request_id=uuid.uuid4().hex):
+                    if output.finished:
+                        document.check_length(len(output.prompt_token_ids))
+                        return _parse_top_log_probs(output.prompt_logprobs, positions, top)
         raise RuntimeError("vLLM aborted a request")
 
     async def vocabulary(self) -> dict[str, int]:
@@ -157,6 +160,8 @@ class VllmBackend:
 
     async def finish(self) -> None:
         await self.llm.finish_weight_update()
+        if self.max_adapter_rank:
+            await self.llm.collective_rpc("load_received_adapter")
         await self.llm.reset_encoder_cache()  # features of images by an earlier tower
         self._adapter = lora_request() if self.max_adapter_rank else None
 

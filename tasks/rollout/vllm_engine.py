@@ -40,8 +40,9 @@ from .vllm_adapter import (
     unsharded_adapter_tensors,
 )
 from .vllm_cpu_kernels import repack_experts, repack_heads
+from .vllm_errors import refusals_as_value_errors
 from .vllm_images import PromptWriter, image_arguments
-from .vllm_kwargs import engine_kwargs, model_settings, set_cpu_defaults
+from .vllm_kwargs import engine_kwargs, model_settings, normalization_settings, set_cpu_defaults
 from .weight_sync import checksum
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags for memory that sleeps
@@ -89,6 +90,7 @@ class VllmEngine:
                 "--use_vllm true: vLLM is not installed. Install it (on NVIDIA GPUs: pip install 'megaswift[vllm]'), "
                 "or remove the flag to generate with transformers."
             )
+        load_format = "auto" if load or adapter_rank else "dummy"
         size, world = options.vllm_tensor_parallel_size, dist.get_world_size()
         if world % size:
             raise ValueError(
@@ -100,7 +102,8 @@ class VllmEngine:
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
         quiet_vllm()
-
+        settings = engine_kwargs(model_settings(options.vllm_engine_kwargs, Path(folder)))
+        settings |= normalization_settings() if load_format == "dummy" else {}
         self._level = sleep_level if on_gpu else 0
         if not on_gpu and size > 1:
             _rename_shared_memory()
@@ -116,14 +119,14 @@ class VllmEngine:
                 enforce_eager=options.vllm_enforce_eager or not on_gpu,  # compiling costs minutes on a CPU
                 enable_prefix_caching=options.vllm_enable_prefix_caching,
                 enable_sleep_mode=self._level > 0,
-                load_format="auto" if load or adapter_rank else "dummy",
+                load_format=load_format,
                 enable_return_routed_experts=experts,
                 use_tqdm_on_load=sys.stderr.isatty(),
                 **lora,
                 **image_arguments(Path(folder), options, most_images, most_videos, most_audios),
                 generation_config="vllm",  # no defaults other than Sampling's
                 logprobs_mode="raw_logprobs",  # see _set_temperature
-                **engine_kwargs(model_settings(options.vllm_engine_kwargs, Path(folder))),
+                **settings,
             )
         _keep_process_groups(self.llm)
         if experts:
@@ -141,12 +144,13 @@ class VllmEngine:
             return []
         self.wake()
         self._set_temperature(sampling.temperature)
-        outputs = self.llm.generate(
-            [self._to_prompt(request) for request in requests],
-            [sampling_params(request, sampling, self.eos_ids) for request in requests],
-            use_tqdm=False,
-            lora_request=lora_request() if self._has_adapter else None,
-        )
+        with refusals_as_value_errors():
+            outputs = self.llm.generate(
+                [self._to_prompt(request) for request in requests],
+                [sampling_params(request, sampling, self.eos_ids) for request in requests],
+                use_tqdm=False,
+                lora_request=lora_request() if self._has_adapter else None,
+            )
         for request, output in zip(requests, outputs, strict=True):
             request.check_length(len(output.prompt_token_ids))
         return [to_completion(output.outputs[0], sampling) for output in outputs]

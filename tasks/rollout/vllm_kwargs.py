@@ -15,6 +15,7 @@ from ...bridge.checkpoint.hub import read_config
 # (`rotary_embedding` in vLLM's csrc/cpu/pos_encoding.cpp, in 0.26 and 0.32; the kernel for GPUs takes both shapes).
 ROTATED_BY_HEADS = {"lfm2", "lfm2_moe"}
 ROTARY_KERNEL_OFF = "-rotary_embedding"
+NORMALIZES_ON_DEVICE = "mm_device_do_normalize"
 
 
 def set_cpu_defaults() -> None:
@@ -30,15 +31,26 @@ def engine_kwargs(settings: dict[str, Any], names: set[str] | None = None) -> di
     """
     if not settings:
         return {}
-    if names is None:
-        from vllm import EngineArgs  # pyright: ignore[reportMissingImports]
-
-        names = {field.name for field in dataclasses.fields(EngineArgs)}
+    names = _engine_fields() if names is None else names
     if unknown := next((name for name in settings if name not in names), None):
         nearest = difflib.get_close_matches(unknown, names, n=1)
         hint = f" Is it {nearest[0]}?" if nearest else ""
         raise ValueError(f"--vllm_engine_kwargs: {unknown} is no field of vLLM's EngineArgs.{hint} Fix or remove it")
     return dict(settings)
+
+
+def normalization_settings() -> dict[str, Any]:
+    """Return the settings with which the processor normalizes pixels, not the model.
+
+    vLLM 0.32 and later have buffers for that in the model, which load_format "dummy" fills with random numbers.
+    """
+    return {NORMALIZES_ON_DEVICE: False} if NORMALIZES_ON_DEVICE in _engine_fields() else {}
+
+
+def _engine_fields() -> set[str]:
+    from vllm import EngineArgs  # pyright: ignore[reportMissingImports]
+
+    return {field.name for field in dataclasses.fields(EngineArgs)}
 
 
 def model_settings(settings: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -97,14 +97,16 @@ class BucketTransferEngine(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        if has_adapters(self.model):
-            tensors, self._adapter = self._adapter, {}
-            load_adapter(self.model, tensors)
-        elif self._writer is None:
+        if self._writer is None and not has_adapters(self.model):
             with self._trace or nullcontext():
                 finalize_layerwise_reload(self.model, self.model_config)
             repack_heads(self.model)
             self._set_layout()
+
+    def load_received_adapter(self) -> None:
+        """Replace the adapter by the one that the update has brought."""
+        tensors, self._adapter = self._adapter, {}
+        load_adapter(self.model, tensors)
 
     def abort_update(self) -> None:
         """Abort an update. Each layer drops the tensors that it has collected."""
@@ -176,6 +178,10 @@ class WorkerExtension:
         """End an incomplete update."""
         self.weight_transfer_engine.abort_update()
         self._weight_update_active = False
+
+    def load_received_adapter(self) -> None:
+        """Load the adapter of an update that is finished: with the end of an update vLLM 0.32 removes adapters."""
+        self.weight_transfer_engine.load_received_adapter()
 
     def gpu(self) -> str:
         """Return the worker's `gpu_name`."""

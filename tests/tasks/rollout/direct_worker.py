@@ -141,9 +141,14 @@ def differences(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def use_parameters() -> None:
-    """Have vLLM's layers compute with their parameters by torch's functions."""
+    """Have vLLM's layers compute with their parameters by torch's functions. Experts of vLLM 0.32 keep their own."""
     from vllm import _custom_ops
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+    _custom_ops._supports_onednn = False
+    try:
+        from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    except ImportError:
+        return
 
     def init_moe_torch(self, layer) -> None:
         experts = range(layer.w13_weight.size(0))
@@ -151,7 +156,6 @@ def use_parameters() -> None:
         layer.down_linear = [lambda x, i=i: F.linear(x, layer.w2_weight[i]) for i in experts]
         cpu_fused_moe._CPU_MOE_LAYER_CACHE[id(layer)] = weakref.ref(layer)
 
-    _custom_ops._supports_onednn = False
     cpu_fused_moe.CPUFusedMOE.check_grouped_gemm = lambda self, layer: (False, "none")
     cpu_fused_moe.CPUFusedMOE.init_moe_torch = init_moe_torch
     vllm_layout.PLAIN_EXPERTS.add("CPU")
