@@ -1,4 +1,4 @@
-"""vLLM's refusals of requests. They are no ValueErrors since vLLM 0.32."""
+"""vLLM's refusals of requests. In vLLM 0.32 they are no ValueErrors."""
 
 import contextlib
 from collections.abc import Iterator

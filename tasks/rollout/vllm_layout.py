@@ -151,8 +151,11 @@ class LoaderTrace(TorchDispatchMode):
             int(target.storage_offset() - parameter.storage_offset()),
             target.stride(),
         )
-        values = digest(source.to(target.dtype))
-        self._records.setdefault(name, []).append(_Record(target_name, _form(parameter), copy, values))
+        record = _Record(target_name, _form(parameter), copy, digest(source.to(target.dtype)))
+        # vLLM 0.32 loads biases twice: the later copy counts.
+        records = self._records.setdefault(name, [])
+        records[:] = [earlier for earlier in records if (earlier.target, earlier.copy) != (target_name, copy)]
+        records.append(record)
 
     def _locate(self, target: Tensor) -> _ModuleTensor | None:
         """Return the place that a tensor is a view of; None for other tensors."""
