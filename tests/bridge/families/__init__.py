@@ -49,6 +49,8 @@ SHARED = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# For families without RMSNorms: vLLM gives Cohere RMSNorms where config.json names their epsilon.
+SHARED_WITHOUT_EPS = {key: value for key, value in SHARED.items() if key != "rms_norm_eps"}
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 YARN = {
     "rope_type": "yarn",

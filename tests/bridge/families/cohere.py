@@ -3,14 +3,16 @@
 from dataclasses import replace
 from functools import partial
 
-from tests.bridge.families import DENSE, RECOMPUTE, ROPE, SHARED, Tiny
+from tests.bridge.families import DENSE, RECOMPUTE, ROPE, SHARED_WITHOUT_EPS, Tiny
 from tests.bridge.families.faults import Fault
 
 
 def config(**changes):
     from transformers import CohereConfig
 
-    return CohereConfig(**SHARED | {"rope_parameters": ROPE, "layer_norm_eps": 1e-3, "logit_scale": 0.3} | changes)
+    return CohereConfig(
+        **SHARED_WITHOUT_EPS | {"rope_parameters": ROPE, "layer_norm_eps": 1e-3, "logit_scale": 0.3} | changes
+    )
 
 
 def one_after_another() -> Fault:

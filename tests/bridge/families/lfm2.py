@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tests.bridge.families import DENSE, ROPE, SHARED, Tiny
+from tests.bridge.families import DENSE, ROPE, SHARED_WITHOUT_EPS, Tiny
 from tests.bridge.families.faults import rolled, swapped
 from tests.bridge.families.qwen3_next import leaking, planted, ungated
 
@@ -13,9 +13,8 @@ SIZES = {"hidden_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2, 
 def config(**changes):
     from transformers import Lfm2Config
 
-    shared = {key: value for key, value in SHARED.items() if key != "rms_norm_eps"}
     settings = {"rope_parameters": ROPE, "layer_types": TYPES, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-4}
-    return Lfm2Config(**shared | SIZES | settings | changes)
+    return Lfm2Config(**SHARED_WITHOUT_EPS | SIZES | settings | changes)
 
 
 FAULTS = {

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tests.bridge.families import MOE, ROPE, SHARED, Tiny
+from tests.bridge.families import MOE, ROPE, SHARED_WITHOUT_EPS, Tiny
 from tests.bridge.families.lfm2 import FAULTS, SIZES, TYPES
 
 EXPERTS = {
@@ -17,8 +17,9 @@ EXPERTS = {
 def config(**changes):
     from transformers import Lfm2MoeConfig
 
-    shared = {key: value for key, value in SHARED.items() if key != "rms_norm_eps"}
-    return Lfm2MoeConfig(**shared | SIZES | EXPERTS | {"rope_parameters": ROPE, "layer_types": TYPES} | changes)
+    return Lfm2MoeConfig(
+        **SHARED_WITHOUT_EPS | SIZES | EXPERTS | {"rope_parameters": ROPE, "layer_types": TYPES} | changes
+    )
 
 
 TINY = {
