@@ -39,8 +39,8 @@ LAYER_LAUNCHES = {"dense": 120, "experts": 180}  # about, of both passes
 # Values that a layer of multi-token prediction saves per token beside those of the layer within it, as multiples of the
 # hidden size: two norms' inputs, their outputs together for its matrix, and the last norm's input and output.
 PREDICTION_VALUES = 6
-# Layers whose activations are on the GPU while those of the others are on the host: the layer that computes, and those
-# that leave or arrive. By Qwen3-4B's documents of 131,072 tokens.
+# Layers with activations on the GPU while those of the others are on the host: one computes, its neighbours leave or
+# arrive. Fitted to Qwen3-4B's documents of 131,072 tokens.
 RESIDENT_LAYERS = 3
 FP8_WEIGHT_BYTES = 2  # copy of a matrix and its transpose, which the products of both passes read
 

@@ -51,7 +51,7 @@ def passes(segments: Segments) -> tuple[Forward, Backward]:
     return forward, backward
 
 
-def whole(span: AttentionSpan) -> list[Tensor]:
+def full_states(span: AttentionSpan) -> list[Tensor]:
     """Queries, keys, values, and the output's gradient: [tokens, ...]; then the output, and gradients of the first."""
     generator = torch.Generator().manual_seed(0)
     shapes = (HEADS, DIM), (GROUPS, DIM), (GROUPS, VALUE_DIM), (HEADS, VALUE_DIM)
@@ -69,7 +69,7 @@ def part(tensor: Tensor) -> Tensor:
 
 
 def compare(span: AttentionSpan) -> dict[str, float]:
-    *states, slope, output, query, key, value = (part(tensor) for tensor in whole(span))
+    *states, slope, output, query, key, value = (part(tensor) for tensor in full_states(span))
     segments = make_segments(BOUNDS, dist.get_rank(), dist.get_world_size(), CPU, span)
     assert segments.key_index is not None
     leaves = [x.requires_grad_() for x in states]
@@ -112,7 +112,7 @@ def counted() -> Iterator[Counter[str]]:
 def exchanges() -> dict[str, int]:
     """The exchanges of a recomputed layer that keeps its kernel's output: of its forward passes, and of all."""
     segments = make_segments(BOUNDS, dist.get_rank(), dist.get_world_size(), CPU)
-    states = [part(tensor).requires_grad_() for tensor in whole(AttentionSpan())[:3]]
+    states = [part(tensor).requires_grad_() for tensor in full_states(AttentionSpan())[:3]]
     assert segments.key_index is not None
     kernel = gathering(*passes(segments), segments.key_index, dist.group.WORLD)  # type: ignore[arg-type]
 
