@@ -42,8 +42,8 @@ LORA_OVERHEAD, LORA_EXPERTS = 1.2, 2.1  # adapters add small products, above all
 # Seconds in which the host launches a layer's kernels of both passes, and one collective of tensor parallelism. By
 # Qwen3-VL-4B with TP2 and micro batches of one pack, on hosts of which one is a quarter faster (docs/results.md).
 HOST_LAYER, HOST_EXCHANGE = 3.5e-3, 0.25e-3
-# The first for experts on several ranks: the host waits for the number of their rows, and then launches many kernels.
-# By Qwen3-30B-A3B with EP4, and, with adapters, EP2; micro batches of one pack of 4,096 tokens, and of two.
+# The first for experts on several ranks. Probably the host waits for the number of their rows, and then launches many
+# kernels. By Qwen3-30B-A3B with EP4, and, with adapters, EP2; micro batches of one pack of 4,096 tokens, and of two.
 HOST_EXPERTS, HOST_ADAPTED_EXPERTS = 7e-3, 9e-3
 # Seconds that a layer's attention in a ring of context parallelism takes the host longer. By Qwen3-8B with CP2 and
 # micro batches of one pack of 4,096 tokens.

@@ -42,7 +42,7 @@ from .vllm_adapter import (
 from .vllm_cpu_kernels import repack_experts, repack_heads
 from .vllm_errors import refusals_as_value_errors
 from .vllm_images import PromptWriter, image_arguments
-from .vllm_kwargs import engine_kwargs, model_settings, normalization_settings, set_cpu_defaults
+from .vllm_kwargs import engine_kwargs, model_settings, set_cpu_defaults, with_normalizing_processor
 from .weight_sync import checksum
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags for memory that sleeps
@@ -103,7 +103,8 @@ class VllmEngine:
 
         quiet_vllm()
         settings = engine_kwargs(model_settings(options.vllm_engine_kwargs, Path(folder)))
-        settings |= normalization_settings() if load_format == "dummy" else {}
+        if load_format == "dummy":
+            settings = with_normalizing_processor(settings)
         self._level = sleep_level if on_gpu else 0
         if not on_gpu and size > 1:
             _rename_shared_memory()

@@ -39,12 +39,19 @@ def engine_kwargs(settings: dict[str, Any], names: set[str] | None = None) -> di
     return dict(settings)
 
 
-def normalization_settings() -> dict[str, Any]:
-    """Return the settings with which the processor normalizes pixels, not the model.
+def with_normalizing_processor(settings: dict[str, Any], names: set[str] | None = None) -> dict[str, Any]:
+    """Return the settings with one by which the processor normalizes pixels, not the model.
 
-    vLLM 0.32 and later have buffers for that in the model, which load_format "dummy" fills with random numbers.
+    vLLM 0.32 has buffers for that in the model, which load_format "dummy" fills with random numbers. Raises ValueError
+    for settings that ask for them. names: as of `engine_kwargs`
     """
-    return {NORMALIZES_ON_DEVICE: False} if NORMALIZES_ON_DEVICE in _engine_fields() else {}
+    if settings.get(NORMALIZES_ON_DEVICE):
+        raise ValueError(
+            f"--vllm_engine_kwargs: {NORMALIZES_ON_DEVICE} cannot be true where the weights come from training, since "
+            "vLLM would normalize pixels by random numbers. Remove it"
+        )
+    names = _engine_fields() if names is None else names
+    return settings | ({NORMALIZES_ON_DEVICE: False} if NORMALIZES_ON_DEVICE in names else {})
 
 
 def _engine_fields() -> set[str]:

@@ -9,7 +9,7 @@ import torch
 from megaswift.cli.checks.common import check_infer, check_rollout, check_training
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import read_options
-from megaswift.tasks.rollout.vllm_kwargs import engine_kwargs, model_settings
+from megaswift.tasks.rollout.vllm_kwargs import engine_kwargs, model_settings, with_normalizing_processor
 from megaswift.tasks.run.planning import ProcessLayout
 
 from tests.cli.checks.checking import install
@@ -90,6 +90,15 @@ def test_names_that_vllm_does_not_have() -> None:
     with pytest.raises(ValueError, match=r"--vllm_engine_kwargs: blok_size is no field .* Is it block_size\? Fix"):
         engine_kwargs({"blok_size": 16}, names)
     assert engine_kwargs({}) == {}
+
+
+def test_pixels_are_normalized_by_the_processor() -> None:
+    """Where vLLM's model can do that too."""
+    name = "mm_device_do_normalize"
+    assert with_normalizing_processor({"seed": 1}, {"seed", name}) == {"seed": 1, name: False}
+    assert with_normalizing_processor({"seed": 1}, {"seed"}) == {"seed": 1}
+    with pytest.raises(ValueError, match=rf"--vllm_engine_kwargs: {name} cannot be true .*Remove it"):
+        with_normalizing_processor({name: True}, {name})
 
 
 @pytest.mark.parametrize(
