@@ -46,6 +46,7 @@ class Segments:
     chunked: bool = False  # whether a document was split into chunks
     keys_ahead: list[int | None] | None = None  # None: all segments are causal
     tile_cache: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cache of `tiles`
+    copies_cache: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cache of `key_copies`
 
     def tiles(self, size: int) -> tuple[Tensor, Tensor]:
         """Return the tiles of `size` queries and of `size` keys; see kernels/attention.py for the format."""
@@ -54,6 +55,17 @@ class Segments:
             device = self.query_ends.device
             self.tile_cache[size] = to_device(queries, device), to_device(keys, device)
         return self.tile_cache[size]
+
+    def key_copies(self, total: int) -> tuple[Tensor, Tensor]:
+        """Return the positions in `key_index` by the gathered token there, [sum(keys)], and where each token's begin.
+
+        total: gathered tokens. The second is [total + 1].
+        """
+        assert self.key_index is not None
+        if total not in self.copies_cache:
+            tokens, order = self.key_index.sort(stable=True)
+            self.copies_cache[total] = order, torch.searchsorted(tokens, torch.arange(total + 1, device=tokens.device))
+        return self.copies_cache[total]
 
 
 def make_segments(

@@ -89,7 +89,7 @@ def varlen_attention(
     else:
         passes = _other_passes(query, key, value, segments, factor, cap)
     if group is not None and segments.key_index is not None:
-        passes = gathering(*passes, segments.key_index, group)
+        passes = gathering(*passes, segments, group)
     return KernelAttention.apply(query, key, value, sinks, *passes)  # type: ignore[return-value]
 
 

@@ -184,6 +184,17 @@ ROWS = {
         layout="--recompute_modules mlp",
         mfu=0.48,
     ),
+    "4b-32k-cp2": Row(
+        "Qwen3-4B, documents of 32,768, CP2",
+        QWEN3 | SIZES["4b"] | TIED,
+        1,
+        2,
+        gpus=2,
+        steps=7,
+        length=32_768,
+        document_tokens=32_768,
+        layout="--context_parallel_size 2",
+    ),
     "4b-128k": Row(
         "Qwen3-4B, documents of 131,072, recomputed",
         QWEN3 | SIZES["4b"] | TIED,

@@ -82,7 +82,7 @@ def compare(span: AttentionSpan) -> dict[str, float]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        attended = KernelAttention.apply(*leaves, None, *gathering(*passes(segments), segments.key_index, group))
+        attended = KernelAttention.apply(*leaves, None, *gathering(*passes(segments), segments, group))
     grads = torch.autograd.grad(attended, leaves, slope)
     names = "output", "query", "key", "value"
     pairs = zip(names, (attended, *grads), (output, query, key, value), strict=True)
@@ -114,7 +114,7 @@ def exchanges() -> dict[str, int]:
     segments = make_segments(BOUNDS, dist.get_rank(), dist.get_world_size(), CPU)
     states = [part(tensor).requires_grad_() for tensor in full_states(AttentionSpan())[:3]]
     assert segments.key_index is not None
-    kernel = gathering(*passes(segments), segments.key_index, dist.group.WORLD)  # type: ignore[arg-type]
+    kernel = gathering(*passes(segments), segments, dist.group.WORLD)  # type: ignore[arg-type]
 
     class Kept:
         def __init__(self, tensor: Tensor):
