@@ -277,8 +277,8 @@ class ParallelOptions(LayoutOptions):
     context_parallel_size: Annotated[int, "CP: processes over which each sequence is split.", "(0, inf)"] = 1
     cp_comm_type: Annotated[
         Literal["p2p", "all_gather", "a2a", "a2a+p2p"] | None,
-        "How CP exchanges keys and values; a preference. Default: p2p with Transformer Engine. FlashAttention-4 needs "
-        "all_gather.",
+        "How CP exchanges keys and values; a preference. Default: all_gather with FlashAttention-4, but for latent "
+        "attention, and p2p with Transformer Engine.",
     ] = None
     use_distributed_optimizer: Annotated[bool, "ZeRO-1: shard the optimizer's state over data-parallel ranks."] = True
     overlap_grad_reduce: Annotated[

@@ -22,7 +22,8 @@ CAPABILITY = 9  # major number of the devices on which the kernels were measured
 
 
 @cache
-def _is_installed() -> bool:
+def is_installed() -> bool:
+    """Return whether the package is installed, on any device."""
     try:
         return bool(version("flash-attn-4"))
     except PackageNotFoundError:
@@ -31,7 +32,7 @@ def _is_installed() -> bool:
 
 def is_usable() -> bool:
     """Return whether the package is installed and the device is one for which its kernels were measured."""
-    return torch.cuda.is_available() and _is_installed() and torch.cuda.get_device_capability()[0] == CAPABILITY
+    return torch.cuda.is_available() and is_installed() and torch.cuda.get_device_capability()[0] == CAPABILITY
 
 
 class FlashAttention(NamedTuple):

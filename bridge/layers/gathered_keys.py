@@ -34,9 +34,8 @@ def gathering(
         grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = _gather(key, value, segments, group)
-        grad_query, *grads = backward(grad, query, keys, values, output, log_sum)
-        grad_key, grad_value = _reduce(*grads, len(key), segments, group)
-        return grad_query, grad_key, grad_value
+        grad_query, grad_keys, grad_values = backward(grad, query, keys, values, output, log_sum)
+        return grad_query, *_reduce(grad_keys, grad_values, len(key), segments, group)
 
     return gathered_forward, gathered_backward
 

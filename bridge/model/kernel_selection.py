@@ -147,16 +147,25 @@ def _mixers(
 def _uses_flash(options: BuildOptions, architecture: Architecture) -> bool:
     """Return whether attention runs by FlashAttention-4, where it is installed.
 
-    With context parallelism Transformer Engine sends keys and values in a ring, unless they shall be gathered.
+    With context parallelism it needs gathered keys and values.
     """
     return (
         flash_attention.is_usable()
         and options.attention_backend in ("auto", "flash", "flash_4")
-        and (options.context_parallel_size == 1 or options.cp_comm_type == "all_gather")
+        and (options.context_parallel_size == 1 or prefers_gathered_keys(options.cp_comm_type, architecture))
         and not options.attention_dropout
         and architecture.score_cap is None
         and _head_sizes(architecture) in flash_attention.HEAD_SIZES
     )
+
+
+def prefers_gathered_keys(cp_comm_type: str | None, architecture: Architecture) -> bool:
+    """Return whether context parallelism gathers keys and values if a kernel is there that can use them.
+
+    Latent attention has them for each head: by default Transformer Engine sends them in a ring.
+    """
+    is_latent = bool(architecture.transformer.get("multi_latent_attention"))
+    return cp_comm_type == "all_gather" if cp_comm_type else not is_latent
 
 
 def _permutation(options: BuildOptions, dispatcher: str, *, transformer_engine: bool) -> str:

@@ -82,7 +82,10 @@ def check(run: Run, folder: Path) -> Check:
     """Plan a run. folder: empty, or with the config.json of its model"""
     row, measured = ROWS[run["row"]], summary(run, [run])
     (folder / "config.json").write_text(json.dumps(row.config))
-    argv = command(run["system"], row, folder, folder, folder, gpus=run["gpus"], steps=1, site=None, flags=run["flags"])
+    # A plan takes FlashAttention-4 to be there if it is installed here.
+    exchange = "all_gather" if "flash-attn-4" in run["versions"] else "p2p"
+    flags = run["flags"] if "cp_comm_type" in run["flags"] else f"{run['flags']} --cp_comm_type {exchange}"
+    argv = command(run["system"], row, folder, folder, folder, gpus=run["gpus"], steps=1, site=None, flags=flags)
     options = read_options("megatron", argv[argv.index("sft") :])[0]
     plan = plan_run(options, run["gpus"], images_of(run), gpu_kind(run["device"]).memory * GIB)
     work = replace(plan.work, document_length=row.document_tokens or DOCUMENT)

@@ -59,6 +59,11 @@ class PlanOptions:
         int | None, "Layers of the last pipeline stage. Default: searched.", "(0, inf)"
     ] = None
     context_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
+    cp_comm_type: Annotated[
+        Literal["p2p", "all_gather"] | None,
+        "How CP exchanges keys and values. Default: all_gather if FlashAttention-4 is installed here, but for latent "
+        "attention.",
+    ] = None
     expert_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
     micro_batch_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
     recompute: Annotated[

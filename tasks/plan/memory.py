@@ -36,6 +36,9 @@ DROPOUT_MASK_BYTES = 1
 RING_BUFFERS = 6
 LAUNCH_QUEUE = 4096  # kernels (CUDA_SCALE_LAUNCH_QUEUES, cli/launch.py)
 LAYER_LAUNCHES = {"dense": 120, "experts": 180}  # about, of both passes
+# Copies of a pack's keys and values that a layer has in its backward pass where they are gathered: those of all ranks,
+# those that its queries meet, and their gradients, partly in fp32.
+GATHERED_BUFFERS = 5
 # Values that a layer of multi-token prediction saves per token beside those of the layer within it, as multiples of the
 # hidden size: two norms' inputs, their outputs together for its matrix, and the last norm's input and output.
 PREDICTION_VALUES = 6
@@ -85,6 +88,7 @@ class Workload:
     fp8: Fp8 | None = None  # None: bf16
     tower: TowerWork | None = None  # None: none is built
     offloaded_layers: int = 0  # first layers of each pipeline stage whose activations are kept on the host
+    gathers_keys: bool = False  # context parallelism gathers keys and values; False: sends them in a ring
     gpu_bytes: float = 80 * GIB  # memory of a GPU
 
     def layer(self, layer: int) -> Layer:
@@ -247,7 +251,7 @@ def _memory_of_stage(
         activations += tokens * depths * kept
         again = max(again, tokens * computed_again - logits / (1 + depths))
     activations += max(again, 0.0)
-    activations += tokens * _ring_bytes(work, layout, layers)
+    activations += tokens * _exchange_bytes(work, layout, layers)
     if work.tower:
         pack = layout.micro_batch * work.length
         kept, recomputed = work.tower.bytes_of_micro_batches(
@@ -275,9 +279,10 @@ def _memory_of_stage(
 def kept_attention_bytes(work: Workload, layout: GpuLayout) -> float:
     """Return the bytes per token of the output of attention that a recomputed layer keeps on the host beside its input.
 
-    It is not computed again then. Context parallelism keeps none.
+    It is not computed again then. Transformer Engine's ring of context parallelism keeps none.
     """
-    keeps = work.offloaded_layers and layout.recompute == "full" and layout.context == 1
+    is_local = layout.context == 1 or work.gathers_keys
+    keeps = work.offloaded_layers and layout.recompute == "full" and is_local
     return BYTES * _head_values(work.config)[1] / layout.tensor if keeps else 0.0
 
 
@@ -323,10 +328,15 @@ def _saved_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
     return (BYTES * values + masks) / layout.tensor
 
 
-def _ring_bytes(work: Workload, layout: GpuLayout, layers: range) -> float:
-    """Return the bytes per token of keys and values that wait for the GPU, with context parallelism."""
+def _exchange_bytes(work: Workload, layout: GpuLayout, layers: range) -> float:
+    """Return the bytes per token of this rank of keys and values in context parallelism's exchange.
+
+    In a ring they are those of many layers, which wait for the GPU.
+    """
     if layout.context == 1:
         return 0.0
+    if work.gathers_keys:
+        return GATHERED_BUFFERS * layout.context * BYTES * key_values(work.config) / layout.tensor
     launches = LAYER_LAUNCHES["experts" if any(map(work.is_sparse, layers)) else "dense"]
     ahead = min(sum(work.layer(layer).mixer == "attention" for layer in layers), LAUNCH_QUEUE / launches)
     return RING_BUFFERS * ahead * BYTES * key_values(work.config) / layout.tensor

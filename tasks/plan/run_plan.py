@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from ...bridge.checkpoint.hub import read_config, source_folder
 from ...bridge.checkpoint.pretrained import load_config
@@ -181,8 +182,14 @@ def plan_options(options: SftOptions, world: int, images: Images = ASSUMED_IMAGE
         exp_avg_sq_dtype=options.optimizer.exp_avg_sq_dtype,
         main_params_dtype=options.optimizer.main_params_dtype,
         accumulate_allreduce_grads_in_fp32=options.build.accumulate_allreduce_grads_in_fp32,
+        cp_comm_type=_exchange(options.build.cp_comm_type),
         cpu_offloading_num_layers=options.build.cpu_offloading_num_layers if options.build.cpu_offloading else 0,
     )
+
+
+def _exchange(cp_comm_type: str | None) -> Literal["p2p", "all_gather"] | None:
+    """Return the planned exchange of keys and values: those of Transformer Engine's as its ring."""
+    return "p2p" if cp_comm_type in ("p2p", "a2a", "a2a+p2p") else cp_comm_type  # type: ignore[return-value]
 
 
 def layout_of(options: SftOptions, world: int) -> GpuLayout:

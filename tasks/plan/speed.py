@@ -189,7 +189,7 @@ def _host_seconds(work: Workload, layout: GpuLayout, layers: int, recomputed: fl
     if layout.expert > 1:
         is_adapted = work.lora_rank is not None and not work.has_frozen_experts
         layer = HOST_ADAPTED_EXPERTS if is_adapted else HOST_EXPERTS
-    layer += HOST_RING if layout.context > 1 else 0.0
+    layer += HOST_RING if layout.context > 1 and not work.gathers_keys else 0.0
     return layers * ((1 + recomputed / 3) * layer + exchanges * HOST_EXCHANGE)
 
 
@@ -296,12 +296,13 @@ def _expert_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> floa
 
 
 def _context_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
-    """Return the seconds of keys and values around the ring, forward and backward, half of them hidden."""
+    """Return the seconds of keys and values, forward and backward: in a ring half of them are hidden."""
     if layout.context == 1:
         return 0.0
     moved = 3 * key_values(work.config) / work.config.hidden_size * _hidden_bytes(work, layout) / layout.tensor
     is_near = layout.tensor * layout.context <= machine.per_node
-    return 0.5 * moved * (layout.context - 1) / (GATHERING * machine.link if is_near else NETWORK)
+    exposed = 1.0 if work.gathers_keys else 0.5
+    return exposed * moved * (layout.context - 1) / (GATHERING * machine.link if is_near else NETWORK)
 
 
 def _pipeline_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:

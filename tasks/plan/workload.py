@@ -5,10 +5,11 @@ from megatron.core.transformer import TransformerConfig
 
 from ...bridge import runtime
 from ...bridge.families import family_of
+from ...bridge.kernels import flash_attention
 from ...bridge.lora.adapter_mapping import DEFAULT_DROPOUT
 from ...bridge.mapping.architecture import HfConfig, Layer
 from ...bridge.model.config import transformer_config
-from ...bridge.model.kernel_selection import choose_kernels
+from ...bridge.model.kernel_selection import choose_kernels, prefers_gathered_keys
 from ...bridge.options import BuildOptions
 from ..options import PlanOptions
 from .memory import Fp8, Workload
@@ -56,6 +57,8 @@ def make_workload(hf_config: HfConfig, transformers_config: object, options: Pla
         _fp8(config, options),
         tower,
         options.cpu_offloading_num_layers,
+        prefers_gathered_keys(options.cp_comm_type, architecture)
+        and (options.cp_comm_type is not None or flash_attention.is_installed()),
     )
 
 

@@ -80,8 +80,8 @@ def test_attention_to_selected_keys_is_named():
         ("qwen3", {"attention_backend": "local"}, "varlen"),
         ("qwen3", {"attention_backend": "flash_2"}, "varlen"),
         ("qwen3", {"attention_dropout": 0.1}, "varlen"),
-        ("qwen3", {"context_parallel_size": 2}, "varlen"),
-        ("qwen3", {"context_parallel_size": 2, "cp_comm_type": "all_gather"}, "flash"),
+        ("qwen3", {"context_parallel_size": 2}, "flash"),
+        ("qwen3", {"context_parallel_size": 2, "cp_comm_type": "p2p"}, "varlen"),
     ],
 )
 def test_flash_attention_runs_where_it_supports_the_model(monkeypatch, family, flags, attention):

@@ -2,15 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from megaswift.bridge.checkpoint.pretrained import empty_model, load_config
+from megaswift.bridge.kernels import flash_attention
 from megaswift.tasks.options import PlanOptions
 from megaswift.tasks.plan import command
 from megaswift.tasks.plan.gpu_layout import GpuLayout
-from megaswift.tasks.plan.memory import Workload, memory_of_rank
+from megaswift.tasks.plan.memory import Workload, kept_attention_bytes, memory_of_rank
 from megaswift.tasks.plan.parameters import count_parameters
 from megaswift.tasks.plan.search import search
 from megaswift.tasks.plan.speed import Machine, seconds_per_step, step_time
@@ -203,9 +205,26 @@ def test_keys_and_values_of_a_ring_wait_for_the_gpu(rows, workload_of) -> None:
     """Six buffers of each layer that the host is ahead: 4,096 kernels, of which experts need more."""
     for name, layers, groups in (("1.7b-32k-cp2", 28, 8), ("30b-32k-lora", 4096 / 180, 4)):
         row = rows.ROWS[name]
-        work = workload_of(row.config, max_length=row.length, tuner_type="lora", lora_dropout=0.0)
+        work = workload_of(row.config, max_length=row.length, tuner_type="lora", lora_dropout=0.0, cp_comm_type="p2p")
         one, ring = (memory_of_rank(work, GpuLayout(size, context=size)).activations for size in (1, 4))
         assert ring - one / 4 == pytest.approx(6 * layers * 2 * 2 * groups * 128 * row.length / 4)
+
+
+def test_gathered_keys_and_values_are_those_of_one_layer(rows, workload_of, monkeypatch) -> None:
+    """The default where FlashAttention-4 is installed, but for latent attention. It also keeps what is offloaded."""
+    row = rows.ROWS["4b-128k-cp2"]
+    for is_installed in (False, True):
+        monkeypatch.setattr(flash_attention, "is_installed", lambda is_installed=is_installed: is_installed)
+        work = workload_of(row.config, max_length=row.length)
+        assert work.gathers_keys == is_installed
+        assert not workload_of(rows.ROWS["glm-4.7-flash-4"].config).gathers_keys
+    assert not workload_of(row.config, cp_comm_type="p2p").gathers_keys
+    one, gathered = (memory_of_rank(work, GpuLayout(size, context=size)).activations for size in (1, 2))
+    assert gathered - one / 2 == pytest.approx(5 * 2 * 2 * 8 * 128 * row.length)
+    one, two = (GpuLayout(size, context=size, recompute="full") for size in (1, 2))
+    offloads = workload_of(row.config, max_length=row.length, cpu_offloading_num_layers=36)
+    assert kept_attention_bytes(offloads, two) == kept_attention_bytes(offloads, one) > 0
+    assert kept_attention_bytes(replace(offloads, gathers_keys=False), two) == 0
 
 
 def test_what_bounds_a_small_micro_batch(rows, workload_of) -> None:
