@@ -86,9 +86,9 @@ def _build_encoder(
     groups: ProcessGroupCollection,
 ) -> VisionEncoder:
     stages: list[list[int]] = [[]] * groups.pp.size()
-    dist.all_gather_object(
-        stages, [layer.layer_number for chunk in chunks for layer in decoder_layers(chunk)], group=groups.pp
-    )
+    layers = [layer.layer_number for chunk in chunks for layer in decoder_layers(chunk)]
+    embeds = any(hasattr(chunk, "embedding") for chunk in chunks)
+    dist.all_gather_object(stages, [0, *layers] if embeds else layers, group=groups.pp)
     part = TowerPart(architecture.vision, architecture.audio, config, runtime.device())
     return VisionEncoder(part, config, groups, stages)
 

@@ -37,7 +37,7 @@ class FeatureExchange:
         groups: ProcessGroupCollection,
         stages: Sequence[Sequence[int]],
     ):
-        """levels: of features. stages: the numbers of the layers of each pipeline stage, from 1."""
+        """levels: of features. stages: the numbers of each pipeline stage's layers, from 1, and 0 of an embedding."""
         self.dtype = config.params_dtype
         self.tensor, self.context = groups.tp.size(), groups.cp.size()
         self.sequence_parallel = config.sequence_parallel and self.tensor > 1
@@ -47,16 +47,11 @@ class FeatureExchange:
         # Leaves' gradients are of a loss times the ranks of data and context parallelism, whose gradients are averaged;
         # those of the tower are averaged over all ranks.
         self.gradient_scale = dist.get_world_size() / groups.dp_cp.size()
-        deep = range(1, levels)
-        by_stage = [
-            [level for level in (0, *deep) if (level == 0 and stage == 0) or level in layers]
-            for stage, layers in enumerate(stages)
-        ]
         # Levels that the same ranks take, with these ranks: they are sent together.
         levels_of: dict[tuple[int, ...], list[int]] = {}
         for level in range(levels):
             ranks = range(self.ranks)
-            takers = tuple(rank for rank in ranks if level in by_stage[rank // (self.tensor * self.context)])
+            takers = tuple(rank for rank in ranks if level in stages[rank // (self.tensor * self.context)])
             levels_of.setdefault(takers, []).append(level)
         self._routes = [(levels, takers) for takers, levels in levels_of.items()]
 

@@ -115,13 +115,13 @@ class Model:
 
         documents.media = inputs.media
         embeddings, bare_chunk = None, cast(GPTModel, getattr(chunk, "module", chunk))
-        if inputs.media is not None and bare_chunk.pre_process:
+        if inputs.media is not None and hasattr(bare_chunk, "embedding"):
             embeddings = inputs.media.replace_embeddings(bare_chunk.embedding(inputs.tokens, inputs.position_ids))
         return chunk(
             inputs.tokens,
             inputs.position_ids,
             None,
-            decoder_input=embeddings,
+            decoder_input=embeddings if bare_chunk.pre_process else None,
             packed_seq_params=documents,
             output_processor=process,
         )

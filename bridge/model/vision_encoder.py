@@ -121,7 +121,7 @@ class VisionEncoder:
         groups: ProcessGroupCollection,
         stages: Sequence[Sequence[int]],
     ):
-        """stages: the numbers of the layers of each pipeline stage, from 1."""
+        """stages: the numbers of each pipeline stage's layers, from 1, and 0 of an embedding."""
         self.part, self.config, self.levels = part, config, part.levels
         self.output_size: int = config.hidden_size
         self.normalization: Normalization | None = None

@@ -36,14 +36,8 @@ def check_vision(options: SftOptions, model: HfConfig | None, sources: Mapping[s
     for rate, freezing in RATES.items():
         if flag_value(options, rate) is not None and flag_value(options, freezing):
             yield f"{as_flag(rate, options)} has no effect: --{freezing} true freezes what it is for."
-    if model is not None and not vision.language_model_only:
-        if options.build.mtp_num_layers and options.build.pipeline_model_parallel_size > 1:
-            raise UsageError(
-                f"{as_flag('mtp_num_layers', options)}: with --pipeline_model_parallel_size, layers of multi-token "
-                "prediction train on text alone in this version. Set --language_model_only true, or remove one of them."
-            )
-        if trains_tower(vision):
-            yield from _check_training(options)
+    if model is not None and not vision.language_model_only and trains_tower(vision):
+        yield from _check_training(options)
     if is_set_by_user("feature_cache_gib", sources) and not vision.precompute_features:
         yield f"{as_flag('feature_cache_gib', options)} has no effect without --precompute_features true."
 

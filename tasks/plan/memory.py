@@ -230,7 +230,8 @@ def _memory_of_stage(
     bytes_by_kind = {layer: _layer_bytes(work, layout, layer) for layer in set(kinds)}
     saved = [bytes_by_kind[layer][0] for layer in kinds]
     depths = work.depths if is_last else 0
-    logits = BYTES * tokens * (1 - image_share) * work.vocab_size / layout.tensor * (1 + depths) if is_last else 0.0
+    scored = 1 + depths if depths else 1 - image_share  # logits of a token
+    logits = BYTES * tokens * scored * work.vocab_size / layout.tensor if is_last else 0.0
     logits = min(logits, (KEPT_LOGITS + LOGITS_CHUNK) * work.gpu_bytes)
     recomputed = layout.recomputed_share(len(layers))
     # Bytes that a layer computes again when the logits are freed, and of the gradients within its MLP.

@@ -125,7 +125,7 @@ def _stage_times(work: Workload, layout: GpuLayout, machine: Machine) -> list[tu
         seconds += _traffic(work, layout, layers, depths, recomputed) / (BANDWIDTH * machine.bandwidth)
         if is_last:
             seconds += _output_seconds(work, layout, flops, machine, 1 - image_share)
-            seconds += _prediction_seconds(work, layout, machine)
+            seconds += _prediction_seconds(work, layout, machine, 1 - image_share)
         exchanges = (part + depths / config.num_layers) * exchange + sending
         wait = max(_host_seconds(work, layout, len(layers) + depths, recomputed) - seconds - exchanges, 0.0)
         wait += _offload_wait(work, layout, layers, seconds + exchanges)
@@ -211,10 +211,10 @@ def _output_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Ma
     return overhead * SCORED * passes * 2 * flops.output * tokens / _dense_rate(work, layout) / machine.peak_flops
 
 
-def _prediction_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
+def _prediction_seconds(work: Workload, layout: GpuLayout, machine: Machine, text_share: float) -> float:
     """Return the seconds of a micro batch in the layers of multi-token prediction and their output layers.
 
-    All tokens pass through output layers then, also through that of the next token.
+    All tokens pass through output layers then, visual ones too, and also through that of the next token.
     """
     if not work.depths:
         return 0.0
@@ -222,7 +222,7 @@ def _prediction_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> 
     share = layout.micro_batch / (layout.tensor * layout.context)
     passes = 3 if work.lora_rank is None else 2  # they have no adapters
     again = 1 if layout.recompute == "full" else 0
-    output = model.output * (work.depths + 1 - SCORED)
+    output = model.output * (work.depths + 1 - SCORED * text_share)
     inner = predicting.matrix_parameters - model.matrix_parameters - work.depths * model.output
     products = 2 * (passes * output + (passes + again) * inner) * work.length * share
     tokens = [work.document_length]

@@ -31,10 +31,6 @@ def make_workload(hf_config: HfConfig, transformers_config: object, options: Pla
         architecture, build, choose_kernels(build, architecture, torch.bfloat16), torch.bfloat16
     )
     tower = _tower(hf_config, options)
-    if depths and tower:
-        raise ValueError(
-            f"--mtp_num_layers {depths}: is planned for text alone in this version. Set --image_share 0, or remove it"
-        )
     try:
         parameters = count_parameters(hf_config, transformers_config, depths)
     except ValueError as error:

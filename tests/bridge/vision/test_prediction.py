@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.bridge.families import CP, EP, SP, TP
+from tests.bridge.families import CP, EP, PP, SP, TP, VPP
 from tests.bridge.families.test_prediction import (
     CASES,
     SCALE,
@@ -25,8 +25,8 @@ KINDS = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
 FLAGS = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": SCALE}
 LAYOUTS = {
     1: {"one process": {}},
-    2: {"TP2 SP": {TP: 2, SP: True}, "CP2": {CP: 2}, "EP2": {EP: 2}},
-    4: {"TP2 SP CP2": {TP: 2, SP: True, CP: 2}},
+    2: {"TP2 SP": {TP: 2, SP: True}, "CP2": {CP: 2}, "PP2": {PP: 2}, "PP2 VPP2": {PP: 2, VPP: 2}, "EP2": {EP: 2}},
+    4: {"TP2 SP CP2": {TP: 2, SP: True, CP: 2}, "TP2 SP PP2": {TP: 2, SP: True, PP: 2}},
 }
 pytestmark = pytest.mark.slow
 

@@ -78,10 +78,6 @@ def test_flags_with_a_tower(seeing: Path) -> None:
         ("--torch_dtype float16 --freeze_vit false", "--torch_dtype float16 cannot be used with --freeze_vit false"),
         ("--torch_dtype float16 --freeze_aligner false", "cannot be used with --freeze_aligner false in this version"),
         ("--optimizer dist_muon --freeze_vit false", "--optimizer dist_muon cannot be used with --freeze_vit false"),
-        (
-            "--mtp_num_layers 1 --pipeline_model_parallel_size 2",
-            "--mtp_num_layers 1: with --pipeline_model_parallel_size, layers of multi-token prediction train on text",
-        ),
         ("--language_model_only true --vit_lr 1e-5", "--vit_lr 1e-05 cannot be used with --language_model_only true"),
         ("--language_model_only true --freeze_vit false", "--freeze_vit false cannot be used with --language_model"),
         ("--language_model_only true --tuner_type lora_llm", "--tuner_type lora_llm cannot be used with --language"),

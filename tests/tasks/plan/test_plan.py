@@ -82,16 +82,26 @@ def test_layers_of_prediction_are_on_the_last_stage(name, tmp_path) -> None:
     assert parameters.of_stage(range(4), is_first=True, is_last=True).total == parameters.language
 
 
-def test_prediction_on_images_is_not_planned(workload_of) -> None:
+def test_prediction_on_images(workload_of) -> None:
+    """The tower's terms are those without prediction, but visual tokens pass through the output layers too."""
     from tests.bridge.vision import FAMILIES
 
     config = FAMILIES["qwen3_5"]().to_dict() | {"architectures": ["Qwen3_5ForConditionalGeneration"]}
     config["text_config"]["mtp_num_hidden_layers"] = 1
-    assert workload_of(config, mtp_num_layers=1, image_share=0.0).depths == 1
-    with pytest.raises(
-        ValueError, match=r"--mtp_num_layers 1: is planned for text alone in this version\. Set --image"
-    ):
-        workload_of(config, mtp_num_layers=1, image_share=0.5)
+    layout = GpuLayout(1)
+    plans = {
+        (depths, share): workload_of(config, mtp_num_layers=depths, image_share=share)
+        for depths in (None, 1)
+        for share in (0.0, 0.5)
+    }
+    memory = {key: memory_of_rank(work, layout) for key, work in plans.items()}
+    times = {key: seconds_per_step(work, layout, H200) for key, work in plans.items()}
+    assert [memory[1, share].weights - memory[None, share].weights for share in (0.0, 0.5)] == [
+        2 * plans[1, 0.5].parameters.prediction.total
+    ] * 2
+    assert memory[1, 0.5].logits == memory[1, 0.0].logits == 2 * memory[None, 0.0].logits
+    assert memory[None, 0.5].logits < memory[None, 0.0].logits
+    assert times[1, 0.5] > times[None, 0.5] > 0
 
 
 def test_memory_and_time_with_prediction(bench, workload_of) -> None:
