@@ -243,6 +243,7 @@ def make_packed_seqs(
     rope_positions: Tensor | None = None,
     prefixes: Sequence[int] = (),
     blocks: Sequence[tuple[int, int, int]] = (),
+    blocks_in_windows: bool = False,
 ) -> Documents:
     """Return the documents of a micro batch.
 
@@ -251,6 +252,7 @@ def make_packed_seqs(
     cu_seqlens: [documents + 1], on the CPU, boundaries in the full row; None: rows are padded instead of packed
     max_seqlen: length of the longest document
     prefixes: as of `make_segments`. blocks: row, first and last + 1 position in the full row of each, as there
+    blocks_in_windows: the other layers do not have the blocks
     """
     device = position_ids.device
     if cu_seqlens is None:
@@ -277,9 +279,14 @@ def make_packed_seqs(
         return to_device(torch.tensor(is_long).repeat_interleave(local_lengths), device)
 
     by_row = [[(low, high) for row, low, high in blocks if row == number] for number in range(len(position_ids))]
+
+    def segments_of(span: AttentionSpan, row_blocks: Sequence[tuple[int, int]]) -> Segments:
+        span_blocks = row_blocks if span.window or not blocks_in_windows else ()
+        return make_segments(bounds, cp_rank, cp_size, device, span, prefixes, span_blocks)
+
+    unique_spans = set(spans)
     segments = [
-        {span: make_segments(bounds, cp_rank, cp_size, device, span, prefixes, row_blocks) for span in set(spans)}
-        for row_blocks in (by_row if blocks else [()])
+        {span: segments_of(span, row_blocks) for span in unique_spans} for row_blocks in (by_row if blocks else [()])
     ]
     return Documents(
         **packed,

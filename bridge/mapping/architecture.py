@@ -281,6 +281,8 @@ class Architecture:
     num_labels: int | None = None  # outputs of the score head in place of the output layer; see model/score_head.py
     vision: Vision | None = None  # vision tower to build
     audio: Audio | None = None  # audio tower to build
+    # Blocks of visual tokens that attend in both directions do so in layers with a window alone.
+    blocks_in_windows: bool = False
     passthrough: str = ""  # regex of tensors that the model is built without; see checkpoint/passthrough.py
     # (regex, replacement) from names of tensors in files to transformers' modules, where they differ: PEFT uses these.
     module_names: tuple[tuple[str, str], ...] = ()

@@ -149,6 +149,7 @@ class Model:
             rope_positions=inputs.rope_positions,
             prefixes=() if inputs.prefixes is None else inputs.prefixes.tolist(),
             blocks=() if inputs.blocks is None else inputs.blocks.tolist(),
+            blocks_in_windows=self.architecture.blocks_in_windows,
         )
         if inputs.token_shares is not None:
             documents.token_shares = inputs.token_shares.t()

@@ -74,6 +74,18 @@ def test_a_document_continues_a_prefix_with_images() -> None:
     assert found[:10, :10].equal(mask_of_transformers(10, 0, blocks[:1], 7))
 
 
+def test_blocks_in_layers_with_a_window_alone() -> None:
+    """Gemma 4: layers with full attention are causal, also where a window is longer than the documents."""
+    spans = full, window = AttentionSpan(), AttentionSpan(100)
+    positions, ends = torch.arange(8).unsqueeze(0), torch.tensor([0, 8], dtype=torch.int32)
+    settings = {"ropes": (), "spans": spans, "dtype": torch.float32, "blocks": [(0, 2, 5)]}
+    documents = make_packed_seqs(positions, ends, 8, **settings, blocks_in_windows=True)
+    assert documents.segments[window].keys_ahead == [None, 0, None]
+    assert documents.segments[full].keys_ahead is None
+    assert documents.segments[full].queries == [8]
+    assert make_packed_seqs(positions, ends, 8, **settings).segments[full].keys_ahead == [None, 0, None]
+
+
 def test_padded_rows_have_masks_of_their_own() -> None:
     positions = torch.arange(8).expand(2, 8)
     settings = {"ropes": (), "spans": [AttentionSpan()], "dtype": torch.float32}
