@@ -13,7 +13,7 @@ PIECE = 2048  # elements of a row per program
 
 
 def split_rows(rows: Tensor, index: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the selected rows' first `width` elements, and the others: rows [n, size], index [m] -> [m, ...] both."""
+    """Return the selected rows' first `width` elements, and the rest: rows [n, size], index [m] -> [m, ...] both."""
     first = rows.new_empty(len(index), width)
     second = rows.new_empty(len(index), rows.shape[1] - width)
     grid, blocks = _launch(len(index), rows.shape[1])

@@ -188,7 +188,7 @@ def plan_options(options: SftOptions, world: int, images: Images = ASSUMED_IMAGE
 
 
 def _exchange(cp_comm_type: str | None) -> Literal["p2p", "all_gather"] | None:
-    """Return the planned exchange of keys and values: those of Transformer Engine's as its ring."""
+    """Return the exchange of keys and values to plan: that of Transformer Engine counts as a ring."""
     return "p2p" if cp_comm_type in ("p2p", "a2a", "a2a+p2p") else cp_comm_type  # type: ignore[return-value]
 
 
