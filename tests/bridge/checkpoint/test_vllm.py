@@ -15,8 +15,8 @@ import pytest
 from tests import tiny
 from tests.bridge.families.test_families import one_process  # noqa: F401  (a fixture)
 from tests.prepared import ROOT
+from tests.vllm_cpu import PYTHON
 
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 FAMILIES = ("qwen3", "qwen3_moe", "llama")
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}  # vLLM's attention takes few sizes of heads
 NEW_TOKENS = 24

@@ -30,6 +30,7 @@ from megaswift.tasks.options.rollout import EngineOptions
 from megaswift.tasks.rollout import factory, vllm_layout, weight_sync
 from megaswift.tasks.rollout.engine import Sampling
 from megaswift.tasks.rollout.vllm_engine import VllmEngine
+from megaswift.tasks.rollout.vllm_kwargs import with_normalizing_processor
 from megaswift.tasks.rollout.weight_buckets import BucketWriter, SharedMemory
 
 from tests.bridge.checkpoint.stream_worker import tensors_of
@@ -41,7 +42,12 @@ def run(job: dict[str, Any], place: Path) -> dict[str, Any]:
     initialize(options, seed=3)
     if job["kernels"] == "plain":
         use_parameters()
-    settings = EngineOptions(vllm_max_model_len=128, vllm_max_num_seqs=8, vllm_tensor_parallel_size=job["ranks"])
+    settings = EngineOptions(
+        vllm_max_model_len=128,
+        vllm_max_num_seqs=8,
+        vllm_tensor_parallel_size=job["ranks"],
+        vllm_engine_kwargs=with_normalizing_processor({}),  # of loaded weights too: models with the same tensors
+    )
     vision = job.get("vision", False)
     config = read_config(folders[0])
     model = build_model(config, options, torch.float32, vision=vision)
@@ -141,24 +147,48 @@ def differences(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def use_parameters() -> None:
-    """Have vLLM's layers compute with their parameters by torch's functions. Experts of vLLM 0.32 keep their own."""
+    """Have vLLM's layers compute with their parameters by torch's functions."""
     from vllm import _custom_ops
 
     _custom_ops._supports_onednn = False
     try:
         from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-    except ImportError:
-        return
+    except ImportError:  # vLLM 0.32
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    def init_moe_torch(self, layer) -> None:
-        experts = range(layer.w13_weight.size(0))
-        layer.gate_up_linear = [lambda x, i=i: F.linear(x, layer.w13_weight[i]) for i in experts]
-        layer.down_linear = [lambda x, i=i: F.linear(x, layer.w2_weight[i]) for i in experts]
-        cpu_fused_moe._CPU_MOE_LAYER_CACHE[id(layer)] = weakref.ref(layer)
+        CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))  # any sizes
+        CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+        CPUUnquantizedExperts.apply = apply_experts
+    else:
 
-    cpu_fused_moe.CPUFusedMOE.check_grouped_gemm = lambda self, layer: (False, "none")
-    cpu_fused_moe.CPUFusedMOE.init_moe_torch = init_moe_torch
+        def init_moe_torch(self, layer) -> None:
+            experts = range(layer.w13_weight.size(0))
+            layer.gate_up_linear = [lambda x, i=i: F.linear(x, layer.w13_weight[i]) for i in experts]
+            layer.down_linear = [lambda x, i=i: F.linear(x, layer.w2_weight[i]) for i in experts]
+            cpu_fused_moe._CPU_MOE_LAYER_CACHE[id(layer)] = weakref.ref(layer)
+
+        cpu_fused_moe.CPUFusedMOE.check_grouped_gemm = lambda self, layer: (False, "none")
+        cpu_fused_moe.CPUFusedMOE.init_moe_torch = init_moe_torch
     vllm_layout.PLAIN_EXPERTS.add("CPU")
+
+
+def apply_experts(
+    self: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    **settings: Any,
+) -> None:
+    """Write into `output` what experts with SwiGLU compute, as vLLM's FusedMoEExpertsModular.apply does."""
+    output.zero_()
+    for expert, (gate_up, down) in enumerate(zip(w1, w2, strict=True)):
+        tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(hidden_states[tokens], gate_up).chunk(2, dim=-1)
+        weights = topk_weights[tokens, choices, None]
+        output.index_add_(0, tokens, F.linear(F.silu(gate) * up, down) * weights)
 
 
 def main(job: Path, results: Path) -> None:

@@ -17,7 +17,8 @@ import torch
 from tests import tiny, tiny_vision
 from tests.bridge.families import EP, PP, SP, TP
 from tests.prepared import ON_CPU, ROOT
-from tests.tasks.rollout.test_vllm import CLOSE, PYTHON, SHAPE, SHAPES
+from tests.tasks.rollout.test_vllm import CLOSE, SHAPE, SHAPES
+from tests.vllm_cpu import PYTHON
 
 pytestmark = [
     pytest.mark.long,
