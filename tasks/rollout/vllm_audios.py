@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .request_audio import RequestAudio
+from .vllm_kwargs import is_vllm_before
 
 HEARS = "MEGASWIFT_VLLM_HEARS"  # environment variable of vLLM's processes: model_type of a model that takes audios
 ASR = "qwen3_asr"
@@ -49,7 +50,7 @@ def _accept_spectrograms() -> None:
     )
 
     processors: list[Any] = [Qwen2_5OmniProcessor, Qwen3OmniMoeProcessor]
-    if _is_before("0.32"):
+    if is_vllm_before("0.32"):
         from vllm.transformers_utils.processors.qwen3_asr import (  # pyright: ignore[reportMissingImports]
             Qwen3ASRProcessor,
         )
@@ -61,14 +62,6 @@ def _accept_spectrograms() -> None:
         expand = processor.replace_multimodal_special_tokens
         if not getattr(expand, "takes_spectrograms", False):
             processor.replace_multimodal_special_tokens = _with_unknown_lengths(expand)
-
-
-def _is_before(release: str) -> bool:
-    """Return whether the installed vLLM is older than a release."""
-    import vllm  # pyright: ignore[reportMissingImports]
-    from packaging.version import Version
-
-    return Version(vllm.__version__).release < Version(release).release
 
 
 def _with_unknown_lengths(expand: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -83,7 +76,7 @@ def _with_unknown_lengths(expand: Callable[..., list[str]]) -> Callable[..., lis
 
 def _mend_models() -> None:
     _encode_short_audios()
-    if _is_before("0.32"):
+    if is_vllm_before("0.32"):
         _place_media()
 
 

