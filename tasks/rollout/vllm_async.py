@@ -18,7 +18,13 @@ from .engine import Completion, Request, Sampling, TopLogProbs
 from .eos import eos_token_ids
 from .lora_support import DEFAULT_RANK, lora_rank_bucket
 from .vllm_adapter import VllmObject, lora_request
-from .vllm_engine import check_experts, lora_arguments, sampling_params, to_completion
+from .vllm_engine import (
+    check_expert_recording,
+    check_experts,
+    lora_arguments,
+    sampling_params,
+    to_completion,
+)
 from .vllm_errors import refusals_as_value_errors
 from .vllm_images import PromptWriter, image_arguments
 from .vllm_kwargs import engine_kwargs, model_settings, set_cpu_defaults
@@ -43,6 +49,8 @@ class VllmBackend:
         from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
+        if options.vllm_enable_return_routed_experts:
+            check_expert_recording("--vllm_enable_return_routed_experts true", "Remove it")
         from .vllm_transfer import EXTENSION, NAME, SERVER
 
         os.environ[SERVER] = str(os.getpid())

@@ -42,13 +42,20 @@ from .vllm_adapter import (
 from .vllm_cpu_kernels import repack_experts, repack_heads
 from .vllm_errors import refusals_as_value_errors
 from .vllm_images import PromptWriter, image_arguments
-from .vllm_kwargs import engine_kwargs, model_settings, set_cpu_defaults, with_normalizing_processor
+from .vllm_kwargs import (
+    engine_kwargs,
+    is_vllm_before,
+    model_settings,
+    set_cpu_defaults,
+    with_normalizing_processor,
+)
 from .weight_sync import checksum
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags for memory that sleeps
 BASE_LAYER = ".base_layer."  # part of vLLM's names of layers with an adapter
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # environment variables of torch's allocator
 EXPANDABLE, NOT_EXPANDABLE = "expandable_segments:True", "expandable_segments:False"
+TRANSFORMERS_INSTEAD = "generate with transformers (--use_vllm false, or --infer_backend transformers)"
 _CLOSED_ASLEEP: list[VllmObject] = []  # engines closed while asleep: see `close`
 # vLLM's loggers that warn about intended behaviour: tensors of a layer that arrive one by one, experts that its loader
 # does not count, and compilation of the trainer's Triton kernels.
@@ -102,6 +109,8 @@ class VllmEngine:
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
         quiet_vllm()
+        if experts:
+            check_expert_recording("--router_replay_mode R3", "Set R2")
         settings = engine_kwargs(model_settings(options.vllm_engine_kwargs, Path(folder)))
         if load_format == "dummy":
             settings = with_normalizing_processor(settings)
@@ -306,7 +315,20 @@ def check_experts(kernel: str | None) -> None:
     if kernel is not None:
         raise ValueError(
             f"--router_replay_mode R3: vLLM's expert kernel on this machine ({kernel}) does not return the chosen "
-            "experts. Set R2, or generate with transformers (--use_vllm false, or --infer_backend transformers)"
+            f"experts. Set R2, or {TRANSFORMERS_INSTEAD}"
+        )
+
+
+def check_expert_recording(flag: str, fix: str) -> None:
+    """Raise ValueError, with the flag and a fix, where vLLM cannot record experts: since 0.32 that needs Triton."""
+    if is_vllm_before("0.32"):
+        return
+    from vllm.triton_utils import HAS_TRITON  # pyright: ignore[reportMissingImports]
+
+    if not HAS_TRITON:
+        raise ValueError(
+            f"{flag}: vLLM records the chosen experts with Triton alone since 0.32, which its build for CPUs lacks. "
+            f"{fix}, or {TRANSFORMERS_INSTEAD}"
         )
 
 
