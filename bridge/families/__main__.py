@@ -61,35 +61,43 @@ Embeddings, and choices between tokens, need no head: every family has them.
 
 ## In vLLM
 
-`tests/bridge/checkpoint/test_vllm_families.py` loads saved folders in vLLM 0.26's build for CPUs, whose greedy tokens
-equal transformers' for qwen3, qwen3_moe and llama (`test_vllm.py`), seed_oss, olmo2, olmo3, smollm3, apertus, arcee,
-cohere, cohere2, gemma, exaone4, exaone_moe, glm, glm4, glm4_moe, granite, granitemoe, granitemoeshared, mixtral,
-nemotron, starcoder2, olmoe, qwen2_moe, dots1, phi3, lfm2, lfm2_moe, ernie4_5 without biases, granitemoehybrid without
-Mamba-2, and qwen3_asr with audios (`tests/tasks/rollout`). Answers to images equal transformers' for Qwen2.5-VL,
-Qwen3-VL, Qwen3-VL-MoE, GLM-4.1V, InternVL with Qwen3 and Llama 4 (`test_vllm_vision.py`: exported folders of equal
-tensors), and to images and audios for Qwen2.5-Omni and Qwen3-Omni (`tests/tasks/rollout/test_vllm_omni.py`). Others are
-untested; known are:
+`tests/bridge/checkpoint/test_vllm_families.py` loads saved folders in vLLM's builds for CPUs, 0.26 and 0.32, whose
+greedy tokens equal transformers' for qwen3, qwen3_moe and llama (`test_vllm.py`), seed_oss, olmo2, olmo3, smollm3,
+apertus, arcee, cohere, cohere2, gemma, exaone4, exaone_moe, glm, glm4, glm4_moe, granite, granitemoe, granitemoeshared,
+mixtral, nemotron, starcoder2, olmoe, qwen2_moe, dots1, phi3, lfm2, lfm2_moe, ernie4_5 without biases, granitemoehybrid
+without Mamba-2, and qwen3_asr with audios (`tests/tasks/rollout`). Answers to images equal transformers' for
+Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE, GLM-4.1V, InternVL with Qwen3 and Llama 4 (`test_vllm_vision.py`: exported folders
+of equal tensors), and to images and audios for Qwen2.5-Omni and Qwen3-Omni (`tests/tasks/rollout/test_vllm_omni.py`).
+With 0.32 so do deepseek_v2, deepseek_v3, glm4_moe_lite, granitemoehybrid and falcon_h1, and answers to images for
+Mistral 3 and LLaVA 1.5. Others are untested; known are:
 
-- that build has no latent attention (MLA) and no sparse attention (the DeepSeek families, glm4_moe_lite, glm_moe_dsa,
-  Kimi): models with latent attention are refused on CPUs. It has no experts with MiniMax-M2's scores, none of
-  Nemotron-H without a gate, and gpt_oss not in float32;
-- nor has it Mamba-2 (Granite 4, Falcon-H1, Nemotron-H): layers with it are refused on CPUs;
-- LFM2 and LFM2-MoE: that build's rotary kernel (`rotary_embedding` in vLLM's csrc/cpu/pos_encoding.cpp, also in 0.32)
-  leaves most of their heads unrotated, since they come in a dimension of their own; GPUs have another. `megatron` and
-  `swift` switch it off there; for vLLM by itself set `--compilation-config '{{"custom_ops": ["-rotary_embedding"]}}'`;
+- the build of 0.26 has no latent attention (MLA) and no Mamba-2 (Granite 4, Falcon-H1, Nemotron-H): models with them
+  are refused on CPUs. 0.32 has both, latent attention with `kv_lora_rank` 512 and `qk_rope_head_dim` 64 alone;
+- neither has sparse attention (DeepSeek-V3.2, GLM-5), Kimi delta attention and Nemotron-H's experts without a gate,
+  which are refused on CPUs. 0.26 has no experts with MiniMax-M2's scores, and gpt_oss not in float32;
+- LFM2, LFM2-MoE and latent attention: the rotary kernel for CPUs (`rotary_embedding` in vLLM's
+  csrc/cpu/pos_encoding.cpp, in both) leaves most heads unrotated, since they come in a dimension of their own; GPUs
+  have another. `megatron` and `swift` switch it off there; for vLLM by itself set
+  `--compilation-config '{{"custom_ops": ["-rotary_embedding"]}}'`;
+- cohere2: vLLM 0.32 gives windows a token more than `sliding_window`, as its source says that Cohere does, and
+  transformers and training do not. `megatron` and `swift` have it read one less, so that their engines have the windows
+  of training; for vLLM by itself set `--hf-overrides '{{"sliding_window": 4095}}'` for 4096;
 - MiniMax-Text-01 is refused on CPUs and GPUs: vLLM has no class for it after 0.23, and has transformers' layers run
-  instead, where lightning attention keeps no states between steps and mixes the documents of a batch;
+  instead, where lightning attention keeps no states between steps and mixes the documents of a batch. 0.32 itself
+  refuses these layers;
 - ministral3: vLLM does not read `llama_4_scaling_beta`: numbers differ behind `original_max_position_embeddings`;
-- gemma2: numbers of that build differ where scores are capped, and equal without caps;
+- gemma2: numbers of the build of 0.26 differ where scores are capped, and equal without caps;
 - seed_oss with biases on outputs or in the MLP (no published model has them): vLLM leaves these out;
 - cohere with an output layer of its own (likewise): vLLM takes tied ones alone;
 - Mistral 3, LLaVA 1.5 and LLaVA-OneVision: vLLM 0.26 cannot import their classes beside transformers 5.17, which has no
-  PixtralRotaryEmbedding; Ovis2 in transformers' naming: vLLM's class asks its processor for a method that it lacks;
-- images of Gemma 3 are refused: that build lets their tokens attend from left to right alone, which gives the numbers
-  of transformers without the images' token types;
+  PixtralRotaryEmbedding. 0.32 makes other tokens of an image for LLaVA-OneVision than training, which ends a run, and
+  wants the published names of the towers of both LLaVAs, not those that transformers saves;
+- Ovis2 in transformers' naming: vLLM's class asks its processor for a method that it lacks;
+- images of Gemma 3 are refused: the build of 0.26 lets their tokens attend from left to right alone, which gives the
+  numbers of transformers without the images' token types;
 - thinkers of Omni models saved by themselves (`*_thinker`) are refused: vLLM has no class for them;
 - GLM-4.1V: vLLM leaves out the biases of queries, keys and values unless config.json has `attention_bias`;
-- Qwen3.5: that build has no gated delta nets in float32;
+- Qwen3.5: neither build has gated delta nets in float32;
 - qwen3_5_text and qwen3_5_moe_text without a tower (Qwen3_5ForCausalLM), and gemma4_text beside transformers 5.17: vLLM
   cannot read their config.json.
 

@@ -24,9 +24,11 @@ from ..options.rollout import VllmOptions
 from .engine import Request
 from .request_image import LARGEST
 from .vllm_audios import audio_data, hear
+from .vllm_kwargs import is_vllm_before
 
-# Mixers with which vLLM 0.26's build for CPUs fails: it has no Triton.
-CPU_LACKS = {"falcon_h1": {"attention_and_mamba"}, "granitemoehybrid": {"mamba"}, "nemotron_h": {"mamba"}}
+# Mixers with which vLLM's builds for CPUs fail, before 0.32 and since: they have no Triton.
+CPU_LACKED = {"falcon_h1": {"attention_and_mamba"}, "granitemoehybrid": {"mamba"}, "nemotron_h": {"mamba"}}
+CPU_LACKS = {"kimi_linear": {"kimi_delta"}}
 # Mixers that vLLM computes by transformers' layers, since it has no class for the model: they get all tokens of a step
 # as one document, without the states of earlier steps (`Base.forward` in vLLM's models/transformers/base.py).
 STATELESS = {"minimax": {"lightning_attention"}}
@@ -142,15 +144,8 @@ def check_model(flag: str, config: HfConfig, *, has_images: bool = False, trusts
     has_images: prompts have some. trusts_code: vLLM may run the code of the checkpoint
     """
     model_type = config.get("model_type") or ""
-    if text_config(config).get("kv_lora_rank") and not torch.cuda.is_available():
-        raise ValueError(
-            f"{flag}: vLLM's build for CPUs has no latent attention, as {model_type} has. Use transformers, if it has "
-            "the model, or a GPU."
-        )
-    if not torch.cuda.is_available() and (mixers := _mixers_among(CPU_LACKS, config)):
-        raise ValueError(
-            f"{flag}: vLLM's build for CPUs does not compute {mixers}, as {model_type} has. Use transformers, or a GPU."
-        )
+    if not torch.cuda.is_available():
+        _check_model_on_cpu(flag, config)
     if mixers := _mixers_among(STATELESS, config):
         raise ValueError(
             f"{flag}: vLLM has no class for {model_type} after 0.23, and keeps no states of its {mixers}. Use "
@@ -170,6 +165,27 @@ def check_model(flag: str, config: HfConfig, *, has_images: bool = False, trusts
         raise ValueError(
             f"{flag}: vLLM does not take the images of {model_type} in this version: they attend in both directions, "
             "which it computes on some GPUs alone. Use transformers."
+        )
+
+
+def _check_model_on_cpu(flag: str, config: HfConfig) -> None:
+    """Raise ValueError, naming the flag, for a model that vLLM's build for CPUs does not compute."""
+    model_type, text, is_older = config.get("model_type"), text_config(config), is_vllm_before("0.32")
+    if text.get("kv_lora_rank") and is_older:
+        raise ValueError(
+            f"{flag}: vLLM's build for CPUs has no latent attention before 0.32, as {model_type} has. Use "
+            "transformers, if it has the model, a later vLLM, or a GPU."
+        )
+    lacking = _mixers_among(CPU_LACKED if is_older else CPU_LACKS, config)
+    if text.get("kv_lora_rank") and text.get("index_topk"):
+        lacking = "sparse attention"
+    elif not lacking and model_type == "nemotron_h":
+        has_experts = "num_moe_experts" in family_of(config).describe(config).transformer
+        lacking = "experts without a gate" if has_experts else ""
+    if lacking:
+        raise ValueError(
+            f"{flag}: vLLM's build for CPUs does not compute {lacking}, as {model_type} has. Use transformers, or a "
+            "GPU."
         )
 
 

@@ -12,10 +12,12 @@ import torch
 from packaging.version import Version
 
 from ...bridge.checkpoint.hub import read_config
+from ...bridge.families.vlm_text import text_config
 
-# Models whose queries and keys vLLM rotates as [tokens, heads, channels]. Its kernel for CPUs takes the last dimension
-# for all heads of a token, and thus rotates the heads of the first tokens alone, each by the position of another token
-# (`rotary_embedding` in vLLM's csrc/cpu/pos_encoding.cpp, in 0.26 and 0.32; the kernel for GPUs takes both shapes).
+# Models whose queries and keys vLLM rotates as [tokens, heads, channels], beside those with latent attention. Its
+# kernel for CPUs takes the last dimension for all heads of a token, and thus rotates the heads of the first tokens
+# alone, each by the position of another token (`rotary_embedding` in vLLM's csrc/cpu/pos_encoding.cpp, in 0.26 and
+# 0.32; the kernel for GPUs takes both shapes).
 ROTATED_BY_HEADS = {"lfm2", "lfm2_moe"}
 ROTARY_KERNEL_OFF = "-rotary_embedding"
 # Models whose windows have a token more than sliding_window in vLLM 0.32, and in transformers and training do not
@@ -80,7 +82,8 @@ def model_settings(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     model_type, window = config.get("model_type"), config.get("sliding_window", 4096)
     if model_type in WIDER_WINDOWS and window and not is_vllm_before("0.32"):
         settings = settings | {"hf_overrides": {"sliding_window": window - 1}}
-    if torch.cuda.is_available() or model_type not in ROTATED_BY_HEADS:
+    is_by_heads = model_type in ROTATED_BY_HEADS or text_config(config).get("kv_lora_rank")
+    if torch.cuda.is_available() or not is_by_heads:
         return settings
     compilation: Any = settings.get("compilation_config", {})
     if isinstance(compilation, int):  # vLLM's short form

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from tests.bridge import families
-from tests.bridge.checkpoint.test_vllm import PYTHON, _greedy, by_vllm
+from tests.bridge.checkpoint.test_vllm import _greedy, by_vllm
 from tests.bridge.families.test_families import one_process  # noqa: F401  (a fixture)
+from tests.vllm_cpu import IS_0_32, LATENT_SETTINGS, LATENT_SIZES, PYTHON, VERSION
 
 pytestmark = [
     pytest.mark.long,
@@ -26,13 +28,23 @@ TAKEN = (
     "granitemoeshared", "mixtral", "nemotron", "starcoder2", "olmoe", "qwen2_moe", "dots1", "exaone_moe", "phi3",
     "ernie4_5 no biases", "granitemoehybrid attention", "lfm2", "lfm2_moe",
 )  # fmt: skip
-REFUSED = {  # by the build for CPUs, and why
-    "glm4_moe_lite": "MLA is not supported on CPU",
-    "deepseek_v2 Lite": "MLA is not supported on CPU",
-    "kimi_linear": "MLA is not supported on CPU",
-    "nemotron_h": "is_act_and_mul=False is supported only for CUDA, XPU and ROCm",
-    "granitemoehybrid": "module 'triton' has no attribute 'next_power_of_2'",
-    "falcon_h1": "module 'triton' has no attribute 'next_power_of_2'",
+LATENT_FAMILIES = ("glm4_moe_lite", "deepseek_v2", "deepseek_v2 Lite", "deepseek_v3")
+UNGATED = "is_act_and_mul=False is supported only for CUDA, XPU and ROCm"
+LATENT, MAMBA = "MLA is not supported on CPU", "module 'triton' has no attribute 'next_power_of_2'"
+REFUSED = {  # by the build for CPUs of vLLM 0.26, and why
+    "nemotron_h": UNGATED,
+    "kimi_linear": LATENT,
+    **dict.fromkeys(LATENT_FAMILIES, LATENT),
+    "granitemoehybrid": MAMBA,
+    "falcon_h1": MAMBA,
+}
+if IS_0_32:
+    TAKEN += (*LATENT_FAMILIES, "granitemoehybrid", "falcon_h1")
+    # Its kernels for Kimi delta attention are Triton's, which the build lacks.
+    REFUSED = {"nemotron_h": UNGATED, "kimi_linear": "'_lib_fn_wrapper' object has no attribute 'get'"}
+SETTINGS: dict[str, dict[str, Any]] = {  # of vLLM
+    "kimi_linear": LATENT_SETTINGS | {"enable_prefix_caching": False},
+    **dict.fromkeys(LATENT_FAMILIES, LATENT_SETTINGS),
 }
 # Sizes and keys of config.json that vLLM wants, and the hub's files have.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -40,9 +52,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid attention": {"mamba_d_head": 32},
     "minimax": {"intermediate_size": 128},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
-    "kimi_linear": {"linear_head_dim": 32},
+    "kimi_linear": LATENT_SIZES | {"linear_head_dim": 32},
+    **dict.fromkeys(LATENT_FAMILIES, LATENT_SIZES),
 }
 RAW: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "deepseek_v3": {"topk_method": "noaux_tc"},
     "lfm2": {"conv_dim": 128, "block_dim": 128, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.0},
     "kimi_linear": {
         "mla_use_nope": True,
@@ -94,16 +109,17 @@ def save(tmp_path_factory, one_process):  # noqa: F811
 def needed(monkeypatch: pytest.MonkeyPatch):
     """A function from a folder to what our engines have vLLM's build for CPUs do for its model."""
     import torch
-    from megaswift.tasks.rollout.vllm_kwargs import model_settings
+    from megaswift.tasks.rollout import vllm_kwargs
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return partial(model_settings, {})
+    monkeypatch.setattr(vllm_kwargs, "is_vllm_before", lambda release: Version(release) > VERSION)
+    return partial(vllm_kwargs.model_settings, {})
 
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_greedy_tokens_are_those_of_transformers(name: str, save, needed) -> None:
     folder, prompts, expected = save(name)
-    assert by_vllm([folder], prompts, settings=needed(folder))[str(folder)] == expected
+    assert by_vllm([folder], prompts, settings=needed(folder) | SETTINGS.get(name, {}))[str(folder)] == expected
     assert len({token for tokens in expected for token in tokens}) > 10  # one that says one thing would prove nothing
 
 
@@ -111,25 +127,39 @@ def test_greedy_tokens_are_those_of_transformers(name: str, save, needed) -> Non
 def test_what_the_build_for_cpus_refuses(name: str, save) -> None:
     """As soon as it takes one of these, it belongs to TAKEN."""
     folder, prompts, _ = save(name)
-    assert REFUSED[name] in by_vllm([folder], prompts)[str(folder)]
+    assert REFUSED[name] in by_vllm([folder], prompts, settings=SETTINGS.get(name))[str(folder)]
 
 
-def test_rotary_kernel_for_cpus(save, needed) -> None:
-    """It leaves most heads of LFM2 as they are, of transformers' checkpoint too. Else nothing would be `needed`."""
-    folder, prompts, expected = save("lfm2")
+@pytest.mark.parametrize("name", ["lfm2", "deepseek_v2 Lite"] if IS_0_32 else ["lfm2"])
+def test_rotary_kernel_for_cpus(name: str, save, needed) -> None:
+    """It leaves most heads as they are, of transformers' checkpoint too. Else nothing would be `needed`."""
+    folder, prompts, expected = save(name)
+    original, settings = folder.with_name("fp32"), SETTINGS.get(name, {})
+    answers = by_vllm([folder, original], prompts, settings=settings)
+    assert answers[str(folder)] == answers[str(original)] != expected
+    assert by_vllm([original], prompts, settings=needed(original) | settings)[str(original)] == expected
+
+
+@pytest.mark.skipif(not IS_0_32, reason="vLLM 0.26 gives these windows their length")
+def test_wider_windows(save) -> None:
+    """vLLM gives windows of Cohere2 a token more, of transformers' checkpoint too. Else nothing would be `needed`."""
+    folder, prompts, expected = save("cohere2")
     original = folder.with_name("fp32")
     answers = by_vllm([folder, original], prompts)
     assert answers[str(folder)] == answers[str(original)] != expected
-    assert by_vllm([original], prompts, settings=needed(original))[str(original)] == expected
 
 
 def test_lightning_attention_without_states(save) -> None:
     """vLLM has transformers' layers run, with all tokens of a step as one document and without earlier steps.
 
-    If it takes MiniMax-Text-01 again, and as transformers does, `STATELESS` needs no more name it.
+    0.32 refuses them. If it takes MiniMax-Text-01 again, and as transformers does, `STATELESS` needs no more name it.
     """
     folder, prompts, expected = save("minimax")
     original = folder.with_name("fp32")
+    if IS_0_32:
+        answers = by_vllm([folder, original], prompts)
+        assert all("(linear_attention) does not dispatch" in answer for answer in answers.values())
+        return
     for folders in ([folder], [original]):
         (alone,) = by_vllm(folders, prompts[:1]).values()
         (together,) = by_vllm(folders, prompts).values()

@@ -120,10 +120,14 @@ def test_pixels_are_normalized_by_the_processor() -> None:
     ],
 )
 def test_rotary_kernel_of_vllm_on_cpus(tmp_path: Path, monkeypatch, settings, compilation) -> None:
-    """Off for LFM2, beside the user's settings; other models, and GPUs, keep it."""
-    for model_type, on_gpu in (("lfm2", False), ("lfm2_moe", False), ("lfm2", True), ("qwen3", False)):
+    """Off for LFM2 and latent attention, beside the user's settings; other models, and GPUs, keep it."""
+    for model_type, on_gpu in (
+        *(("lfm2", False), ("lfm2_moe", False), ("deepseek_v2", False)),
+        *(("lfm2", True), ("deepseek_v2", True), ("qwen3", False)),
+    ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        latent = {"kv_lora_rank": 512} if model_type == "deepseek_v2" else {}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type} | latent))
         result = model_settings(settings | {"block_size": 16}, tmp_path)
         if on_gpu or model_type == "qwen3":
             assert result == settings | {"block_size": 16}

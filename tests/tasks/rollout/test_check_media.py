@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from megaswift.tasks.rollout import factory
+from megaswift.tasks.rollout import factory, vllm_images
 from megaswift.tasks.rollout.vllm_images import check_model
 from megaswift.templates.media.families import FAMILIES
 
@@ -26,12 +26,13 @@ from tests import tiny
             "--use_vllm true: vLLM has no class for qwen3_omni_moe_thinker",
         ),
         ("kimi_vl", False, "--use_vllm true: vLLM reads the images of kimi_vl by the checkpoint's own code"),
-        ("kimi_k25", False, "--use_vllm true: vLLM's build for CPUs has no latent attention, as kimi_k25 has"),
+        ("kimi_k25", False, "--use_vllm true: vLLM's build for CPUs has no latent attention before 0.32, as kimi_k25"),
         ("gemma3", False, "--use_vllm true: vLLM does not take the images of gemma3 in this version"),
     ],
 )
 def test_what_vllm_takes(monkeypatch: pytest.MonkeyPatch, model_type: str, has_videos: bool, said: str | None) -> None:
     monkeypatch.setattr(factory, "has_videos", lambda data: has_videos)
+    monkeypatch.setattr(vllm_images, "is_vllm_before", lambda release: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     vision = SimpleNamespace(family=FAMILIES[model_type])
     config = {"model_type": model_type, "text_config": {"kv_lora_rank": 512 if model_type == "kimi_k25" else None}}
@@ -52,26 +53,39 @@ def test_what_vllm_takes(monkeypatch: pytest.MonkeyPatch, model_type: str, has_v
             factory.check_media(run, options)
 
 
+LATENT, UNGATED = "has no latent attention before 0.32", "does not compute experts without a gate"
+MAMBA, DELTA = "does not compute Mamba-2", "does not compute Kimi delta attention"
+ATTENTION = {"layer_types": ["attention"] * 4}
+
+
 @pytest.mark.parametrize(
-    ("family", "changes", "noun"),
+    ("family", "changes", "before", "since"),
     [
-        ("lfm2", {}, None),
-        ("falcon_h1", {}, "Mamba-2"),
-        ("granitemoehybrid", {}, "Mamba-2"),
-        ("granitemoehybrid", {"layer_types": ["attention"] * 4}, None),
+        ("lfm2", {}, None, None),
+        ("falcon_h1", {}, MAMBA, None),
+        ("granitemoehybrid", {}, MAMBA, None),
+        ("granitemoehybrid", ATTENTION, None, None),
+        ("nemotron_h", {}, MAMBA, UNGATED),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp"]}, MAMBA, None),
+        ("deepseek_v2", {}, LATENT, None),
+        ("kimi_linear", {}, LATENT, DELTA),
+        ("deepseek_v32", {}, LATENT, "does not compute sparse attention"),
     ],
 )
-def test_mixers_that_vllm_lacks_on_cpus(
-    monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], noun: str | None
+def test_models_that_vllm_lacks_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], before: str | None, since: str | None
 ) -> None:
+    """In vLLM before 0.32 and since."""
     config = tiny.config(family, **changes).to_dict()
     for on_gpu in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
-        if noun is None or on_gpu:
-            check_model("--use_vllm true", config)
-        else:
-            with pytest.raises(ValueError, match=f"--use_vllm true: .* does not compute {noun}, as {family} has"):
+        for is_older, problem in ((True, before), (False, since)):
+            monkeypatch.setattr(vllm_images, "is_vllm_before", lambda release, is_older=is_older: is_older)
+            if problem is None or on_gpu:
                 check_model("--use_vllm true", config)
+            else:
+                with pytest.raises(ValueError, match=f"--use_vllm true: .* {problem}, as {family} has"):
+                    check_model("--use_vllm true", config)
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

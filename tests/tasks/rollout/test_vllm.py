@@ -13,11 +13,14 @@ import pytest
 
 from tests import tiny
 from tests.prepared import ON_CPU, ROOT
+from tests.vllm_cpu import IS_0_32, LATENT_SETTINGS, LATENT_SIZES, PYTHON
 
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}  # vLLM's attention takes few sizes of heads
 # vLLM takes LFM2's heads as parts of the hidden size, and two sizes from keys that transformers does not read.
-SHAPES = {"lfm2": SHAPE | {"hidden_size": 128, "conv_dim": 128, "block_dim": 128}}
+SHAPES = {
+    "lfm2": SHAPE | {"hidden_size": 128, "conv_dim": 128, "block_dim": 128},
+    "deepseek_v2": SHAPE | LATENT_SIZES,
+}
 CLOSE = 2e-4  # of log-probabilities in fp32
 pytestmark = [
     pytest.mark.long,
@@ -30,6 +33,8 @@ CASES = {
     "short convolutions": (1, "lfm2", {}, 1),
     "an engine over two ranks": (2, "qwen3", {"pipeline_model_parallel_size": 2}, 2),
 }
+if IS_0_32:
+    CASES["latent attention"] = (1, "deepseek_v2", {}, 1)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -39,7 +44,8 @@ def found(request, tmp_path_factory) -> dict:
     for seed in (0, 1):
         tiny.save(root / str(seed), family, seed=seed, **SHAPES.get(family, SHAPE))
         tiny.save_tokenizer(root / str(seed))
-    job = {"models": [str(root / "0"), str(root / "1")], "options": options, "ranks": ranks}
+    settings = LATENT_SETTINGS if family == "deepseek_v2" else {}
+    job = {"models": [str(root / "0"), str(root / "1")], "options": options, "ranks": ranks, "settings": settings}
     (root / "job.json").write_text(json.dumps(job))
     command = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "tests.tasks.rollout.vllm_worker"]

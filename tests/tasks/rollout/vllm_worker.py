@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.tasks.rollout.vllm_worker job.json results.json
 
-job.json: {"models": two folders, "options": {flag: value}, "ranks": of an engine}. results.json: {what: what each rank
-found}.
+job.json: {"models": two folders, "options": {flag: value}, "ranks": of an engine, "settings": of vLLM}. results.json:
+{what: what each rank found}.
 """
 
 import json
@@ -36,7 +36,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     initialize(options, seed=3)
     folders = [Path(folder) for folder in job["models"]]
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    settings = EngineOptions(vllm_max_model_len=128, vllm_max_num_seqs=8, vllm_tensor_parallel_size=job["ranks"])
+    settings = EngineOptions(
+        vllm_max_model_len=128,
+        vllm_max_num_seqs=8,
+        vllm_tensor_parallel_size=job["ranks"],
+        vllm_engine_kwargs=job["settings"],
+    )
     engine = VllmEngine(folders[0], settings, dtype=torch.float32)
     engine.eos_ids = set()  # by chance any token would come
     asked = requests(dist.get_rank() // job["ranks"])
