@@ -57,7 +57,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 RAW: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"first_k_dense_replace": 1},
-    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "lfm2": {"conv_dim": 128, "block_dim": 128, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.0},
     "kimi_linear": {
         "mla_use_nope": True,

@@ -19,7 +19,8 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}  # vLLM's a
 # vLLM takes LFM2's heads as parts of the hidden size, and two sizes from keys that transformers does not read.
 SHAPES = {
     "lfm2": SHAPE | {"hidden_size": 128, "conv_dim": 128, "block_dim": 128},
-    "deepseek_v2": SHAPE | LATENT_SIZES,
+    # vLLM's norms of latents have the model's epsilon, transformers' 1e-6.
+    "deepseek_v2": SHAPE | LATENT_SIZES | {"rms_norm_eps": 1e-6},
 }
 CLOSE = 2e-4  # of log-probabilities in fp32
 pytestmark = [
