@@ -5,6 +5,7 @@ scripts/setup_vllm_cpu.sh makes .venv-vllm; without it these tests skip. A famil
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ pytestmark = [
 ]
 HIDDEN, HEAD = 128, 32  # vLLM's attention takes few sizes of heads
 TAKEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl", "llama4")
-REFUSED = {  # by vLLM or its build for CPUs, and why
-    "qwen3_5": "CPU GDN attention requires BF16",
+REFUSED = {  # by vLLM or its build for CPUs, and why: patterns
+    "qwen3_5": 'CPU GDN attention requires BF16|"causal_conv1d_fwd_kernel_impl" not implemented',  # by the CPU
     "ovis2": "'Ovis2Processor' object has no attribute '_get_num_multimodal_tokens'",
 }
 # vLLM 0.26 imports it for these classes, and transformers 5.17 has no more.
@@ -37,7 +38,6 @@ if IS_0_32:
     # From pieces of an image it makes other tokens than transformers' processor.
     REFUSED |= {"llava_onevision": "the engine's prompt has 53 tokens with those of its 1 images"}
 else:
-    REFUSED |= {"qwen3_5": "\"causal_conv1d_fwd_kernel_impl\" not implemented for 'Float'"}
     REFUSED |= dict.fromkeys((*SINCE_0_32, "llava_onevision"), PIXTRAL)
 TOWERS = {"llava", "llava_onevision"}  # whose published files have another name of the tower than transformers saves
 
@@ -154,4 +154,5 @@ def test_answers_are_those_of_transformers(name: str, asked) -> None:
 def test_what_vllm_refuses(name: str, asked) -> None:
     """As soon as it takes one of these, it belongs to TAKEN."""
     _, answers = asked(name)
-    assert REFUSED[name] in answers
+    assert isinstance(answers, str)
+    assert re.search(REFUSED[name], answers), answers[-3000:]
