@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.bridge.families import gemma4_text
 from tests.tiny_kimi_k25 import kimi_k25
 from tests.tiny_vision_files import LATENT_EXPERTS, _save, _text
 from tests.tiny_vision_files import mean_of as mean_of
 from tests.tiny_vision_text import (
+    GEMMA4_NAMES,
+    GEMMA4_SPECIAL,
+    GEMMA4_TEMPLATE,
     GEMMA_NAMES,
     GEMMA_SPECIAL,
     GEMMA_TEMPLATE,
@@ -305,6 +309,49 @@ def gemma3(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Gemma3ForConditionalGeneration, config, processor, seed)
 
 
+def gemma4(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny Gemma 4 with its processor to a folder and return it. Its images have up to 70 tokens."""
+    from transformers import (
+        Gemma4AudioFeatureExtractor,
+        Gemma4Config,
+        Gemma4ForConditionalGeneration,
+        Gemma4ImageProcessor,
+        Gemma4Processor,
+    )
+    from transformers.models.gemma4.video_processing_gemma4 import Gemma4VideoProcessor
+
+    vocabulary = tokenizer(GEMMA4_SPECIAL, eos="<turn|>", **GEMMA4_NAMES)
+    patch = 4
+    processor = Gemma4Processor(
+        Gemma4AudioFeatureExtractor(),
+        Gemma4ImageProcessor(patch_size=patch, max_soft_tokens=70),
+        vocabulary,
+        Gemma4VideoProcessor(patch_size=patch),
+        chat_template=GEMMA4_TEMPLATE,
+        image_seq_length=70,
+    )
+    text = {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision", "bos_token_id": 2}
+    names = {f"{name}_id": vocabulary.convert_tokens_to_ids(token) for name, token in GEMMA4_NAMES.items()}
+    names["eoa_token_index"] = names.pop("eoa_token_id")
+    config = Gemma4Config(
+        text_config=_text(gemma4_text.ROPES) | gemma4_text.SETTINGS | text | {"eos_token_id": 5},
+        vision_config={
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "intermediate_size": 56,
+            "patch_size": patch,
+            "position_embedding_size": 3 * 70,
+            "standardize": True,
+        },
+        video_token_id=vocabulary.convert_tokens_to_ids("<|video|>"),
+        **names,
+    )
+    return _save(folder, Gemma4ForConditionalGeneration, config, processor, seed)
+
+
 def llava(folder: Path, seed: int = 0) -> Path:
     """Write a tiny LLaVA 1.5 with its processor to a folder and return it. Its images have four tokens."""
     from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
@@ -340,6 +387,7 @@ def llava(folder: Path, seed: int = 0) -> Path:
 FAMILIES = {
     "llava": llava,
     "gemma3": gemma3,
+    "gemma4": gemma4,
     "kimi_vl": kimi_vl,
     "kimi_k25": kimi_k25,
     "internvl": internvl,

@@ -6,6 +6,7 @@ import torch
 
 from tests.tiny_vision_text import SPECIAL, VOCABULARY
 
+LEARNED_BUFFERS = "layer_scalar", "std_bias", "std_scale"  # of Gemma 4, in its checkpoints
 # Settings of a decoder of DeepSeek-V3's shape, beside `_text`.
 LATENT_EXPERTS = {
     "num_key_value_heads": 4, "kv_lora_rank": 18, "q_lora_rank": None, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
@@ -36,7 +37,8 @@ def _save(folder: Path, kind, config, processor, seed: int) -> Path:
     model = kind._from_config(config, dtype=torch.float32) if hasattr(kind, "_from_config") else kind(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        buffers = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith(LEARNED_BUFFERS)]
+        for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
             parameter.copy_(noise + mean_of(model, name))
     model.save_pretrained(folder)
@@ -50,6 +52,8 @@ def mean_of(model, name: str) -> float:
     """Return the mean of a parameter: norms scale by about 1, and delta nets forget slowly."""
     if name.endswith("A_log"):
         return -1.0
+    if name.endswith(("layer_scalar", "std_scale")):
+        return 1.0
     is_norm = ("norm" in name or "ln_q" in name) and name.endswith("weight")
     adds_one = model.config.model_type.startswith("qwen3_5") and "visual" not in name and "linear_attn" not in name
     return 1.0 if is_norm and not adds_one else 0.0

@@ -30,6 +30,11 @@ GEMMA_NAMES = {
     "boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"
 }  # fmt: skip
 GEMMA_SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>", *GEMMA_NAMES.values()]
+GEMMA4_NAMES = {
+    "boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>",
+    "boa_token": "<|audio>", "audio_token": "<|audio|>", "eoa_token": "<audio|>",
+}  # fmt: skip
+GEMMA4_SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", "<|video|>", *GEMMA4_NAMES.values()]
 VOCABULARY = VOCAB + 100  # size of the tokenizer; the model's is two rows larger
 
 # Those of the published checkpoints, without tools and without numbers of pictures.
@@ -154,6 +159,21 @@ GEMMA_TEMPLATE = """\
 {%- endfor %}{% endif %}{{ '<end_of_turn>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+
+# That of Gemma 4, without tools and thoughts.
+GEMMA4_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+{{- '<|turn>' + role + '\n' }}
+{%- if message['content'] is string %}{{- message['content'] | trim }}
+{%- else %}{%- for item in message['content'] %}
+{%- if item['type'] == 'text' %}{{- item['text'] | trim }}
+{%- else %}{{- '<|' + item['type'] + '|>' }}{%- endif %}
+{%- endfor %}{%- endif %}
+{{- '<turn|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|turn>model\n' }}{%- endif %}"""
 
 # That of LLaVA 1.5, whose images precede the texts of a message.
 LLAVA_TEMPLATE = """\

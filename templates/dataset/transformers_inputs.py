@@ -46,7 +46,7 @@ def transformers_inputs(media: Iterable[Values], tokens: "Tensor", vision: Visio
         if any(plan.is_sound for plan, _ in audios):
             inputs["use_audio_in_video"] = True
     if family.has_blocks and images:
-        inputs["token_type_ids"] = (tokens == vision.image_token_id).long()
+        inputs[family.block_types] = (tokens == vision.image_token_id).long()
     # Omni models find media by the tokens before them.
     if family.has_axes and not family.follows_time and (images or videos):
         kinds = torch.zeros_like(tokens, dtype=torch.int32)

@@ -11,7 +11,17 @@ from typing import Any, Literal, NamedTuple
 from ..formats.medium import MediaKind
 
 Processor = Literal[
-    "qwen2_vl", "pixtral", "internvl", "kimi_vl", "kimi_k25", "gemma3", "llava", "llama4", "onevision", "ovis2"
+    "qwen2_vl",
+    "pixtral",
+    "internvl",
+    "kimi_vl",
+    "kimi_k25",
+    "gemma3",
+    "gemma4",
+    "llava",
+    "llama4",
+    "onevision",
+    "ovis2",
 ]
 
 
@@ -30,6 +40,7 @@ INTERN_IMAGE = Placeholder("", "<IMG_CONTEXT>", "")
 KIMI_IMAGE = Placeholder("<|media_start|>image<|media_content|>", "<|media_pad|>", "<|media_end|>")
 K25_IMAGE = Placeholder("<|media_begin|>image<|media_content|>", "<|media_pad|>", "<|media_end|>")
 GEMMA_IMAGE = Placeholder("\n\n<start_of_image>", "<image_soft_token>", "<end_of_image>\n\n")
+GEMMA4_IMAGE = Placeholder("", "<|image|>", "")
 LLAVA_IMAGE = Placeholder("", "<image>", "")
 ONEVISION_IMAGE, ONEVISION_VIDEO = Placeholder("", "<image>", ""), Placeholder("", "<video>", "")
 OVIS_IMAGE = Placeholder("", "<IMG_ATOM>", "")
@@ -75,8 +86,10 @@ class VisionFamily:
     which cuts images into tiles, or Llama 4's, which has tokens between tiles, or
     Ovis2's, where these are visual tokens too, or
     LLaVA-OneVision's, which puts the features of tiles together; Kimi-VL's and
-    Kimi-K2.5's, which pad images; Gemma 3's and LLaVA's, whose images have one size, to which LLaVA's crops them
+    Kimi-K2.5's, which pad images; Gemma 3's and LLaVA's, whose images have one size, to which LLaVA's crops them;
+    Gemma 4's, whose images all have about as many tokens
     template_image: text of an image in chat templates, which processors replace by the placeholder; "": it is there
+    block_types: name of the types of tokens among the inputs of transformers' model, by which it finds these blocks
     has_bf16_pixels: pixels are normalized in bfloat16
     video_pixels: fewest and most pixels of a frame, which the processor's class has; None: those of its files
     follows_time: patches of time of a video are as many positions apart as the model has for that time, and the text
@@ -93,6 +106,7 @@ class VisionFamily:
     tower_mlp: str = "intermediate_size"
     has_axes: bool = True
     has_blocks: bool = False
+    block_types: str = "token_type_ids"
     audio: AudioFamily | None = None
     processor: Processor = "qwen2_vl"
     template_image: str = ""
@@ -142,6 +156,15 @@ GEMMA = VisionFamily(
     processor="gemma3",
     template_image="<start_of_image>",
 )
+GEMMA4 = VisionFamily(
+    "norm1000",
+    image=GEMMA4_IMAGE,
+    video=None,
+    has_axes=False,
+    has_blocks=True,
+    block_types="mm_token_type_ids",
+    processor="gemma4",
+)
 LLAVA = VisionFamily("norm1000", image=LLAVA_IMAGE, video=None, has_axes=False, processor="llava")
 LLAMA = VisionFamily(
     "norm1000",
@@ -185,6 +208,7 @@ FAMILIES = {
     "kimi_vl": KIMI,
     "kimi_k25": KIMI_K25,
     "gemma3": GEMMA,
+    "gemma4": GEMMA4,
     "llava": LLAVA,
     "llama4": LLAMA,
     "llava_onevision": ONEVISION,
@@ -197,7 +221,7 @@ FAMILIES = {
 
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "merge_kernel_size", "temporal_patch_size", "tokens_per_second"
-TOWER_SETTINGS += ("pixel_shuffle_ratio", "hidden_stride")
+TOWER_SETTINGS += ("pixel_shuffle_ratio", "hidden_stride", "pooling_kernel_size")
 AUDIO_SETTINGS = "n_window", "num_mel_bins"
 TOKEN_SETTINGS = (
     *("audio_token_id", "image_token_id", "image_token_index", "media_placeholder_token_id", "video_token_id"),

@@ -22,6 +22,7 @@ Layout = tuple[int, int, int, int]
 Resize = Callable[["Tensor", int, int], "Tensor"]
 
 VIDEO_ROWS = -1
+SOFT_TOKENS = 70, 140, 280, 560, 1120  # limits of an image's visual tokens that Gemma 4 knows
 MOST_PATCHES = 512  # on one side of an image of Kimi-VL: beyond, its rope is undefined
 
 
@@ -49,6 +50,9 @@ class ImageRules(ABC):
     temporal_patch_size: int = 1
     least_pixels: int | None = None
     most_pixels: int
+    least_limit: int = 1  # least value of a limit of an image's pixels
+    # Mean and standard deviation of pixels from 0 to 1, where the model subtracts these; None: those of the processor.
+    normalization: tuple[Sequence[float], Sequence[float]] | None = None
     feature_ids: tuple[int, ...] = ()  # visual tokens beside the placeholder, which only images have
     reserved_ids: tuple[int, ...] = ()  # tokens that stand for images in texts of transformers or vLLM
 
@@ -355,6 +359,65 @@ class CroppedImages(SquareImages):
         height, width = (side if length == shorter else int(side * length / shorter) for length in (height, width))
         top, left = (height - side) // 2, (width - side) // 2
         return resize(pixels, height, width)[:, :, top : top + side, left : left + side]
+
+
+class BudgetImages(ImageRules):
+    """Rules of Gemma 4's processor: every image grows or shrinks to as many visual tokens as fit into a budget.
+
+    Its shape is kept, but for whole visual tokens. A limit of pixels is one of the budget, to the next in SOFT_TOKENS.
+    The model normalizes pixels, and not the processor.
+    tokens: ids before an image's visual tokens, of one, and behind them
+    reserved_ids: tokens of other media
+    """
+
+    normalization = (0.5,) * 3, (0.5,) * 3
+
+    def __init__(self, processor: Any, tokens: tuple[int, int, int], reserved_ids: tuple[int, ...]):
+        self.patch_size, self.merge_size = processor.patch_size, processor.pooling_kernel_size
+        self.most_pixels = processor.max_soft_tokens * self.factor**2
+        self.least_limit = min(SOFT_TOKENS) * self.factor**2
+        self.reserved_ids = reserved_ids
+        self._tokens = tokens
+
+    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        check_ratio(height, width, limits.max_ratio)
+        check_no_smallest_size(limits)
+        if limits.max_pixels < self.least_limit:
+            raise UnusableRow(f"it sets max_pixels below {self.least_limit:,}, the fewest of this model's images")
+        budget, factor = self._budget(limits.max_pixels), self.factor
+        scale = math.sqrt(budget * factor**2 / (height * width))
+        rows, columns = (math.floor(scale * side / factor) for side in (height, width))
+        if not rows:
+            rows, columns = 1, min(width // height, budget)
+        elif not columns:
+            rows, columns = min(height // width, budget), 1
+        return rows * factor, columns * factor
+
+    def _budget(self, max_pixels: int) -> int:
+        return max(tokens for tokens in SOFT_TOKENS if tokens * self.factor**2 <= max_pixels)
+
+    def expansion(self, grid: Grid, size: tuple[int, int], limits: MediaLimits) -> np.ndarray:
+        start, image, end = self._tokens
+        return np.array([start, *[image] * self.tokens(grid, size, limits), end], np.int32)
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        return {"max_soft_tokens": self._budget(max_pixels)}
+
+    def inputs(self, images: "Sequence[tuple[Grid, Tensor]]") -> "dict[str, Tensor]":
+        """Return the patches of each image row by row, from 0 to 1, and their columns and rows; -1 in padding."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        pixels, positions, side = [], [], self.patch_size
+        for grid, patches in images:
+            squares = self.joined(grid, patches).unfold(1, side, side).unfold(2, side, side)
+            values = squares.permute(1, 2, 3, 4, 0).flatten(2).flatten(0, 1)
+            pixels.append((values * 127.5 + 127.5).round() * (1 / 255))
+            positions.append(torch.cartesian_prod(torch.arange(grid[1]), torch.arange(grid[2])).flip(1))
+        return {
+            "pixel_values": pad_sequence(pixels, batch_first=True),
+            "image_position_ids": pad_sequence(positions, batch_first=True, padding_value=-1),
+        }
 
 
 def check_no_smallest_size(limits: MediaLimits) -> None:

@@ -109,6 +109,7 @@ def resolve_limits(
     video: Mapping[str, Any] | None,
     token_pixels: int,
     *,
+    least_limit: int,
     video_volume: bool,
 ) -> MediaLimits:
     """Return the limits by --max_pixels, then --model_kwargs, then the environment, then the checkpoint.
@@ -116,6 +117,7 @@ def resolve_limits(
     image: fewest and most pixels of an image by the checkpoint; None: they have no smallest size
     video: config of the checkpoint's video processor; None: it has none
     token_pixels: pixels of a visual token
+    least_limit: least value of a limit of an image's pixels
     Raises ValueError, naming the flag or variable.
     """
     values, video = requested_values(options), video or {"size": dict.fromkeys(("shortest_edge", "longest_edge"), 1)}
@@ -161,11 +163,10 @@ def resolve_limits(
         max_ratio=values.get("MAX_RATIO", 200),
         video_volume=video_volume,
     )
-    if limits.max_pixels < limits.min_pixels:
+    if limits.max_pixels < (fewest := max(limits.min_pixels, least_limit)):
         flag = f"--max_pixels {options.max_pixels}" if options.max_pixels == max_pixels else "MAX_PIXELS"
-        raise ValueError(
-            f"{flag}: below the fewest pixels of an image, {limits.min_pixels:,}. Set at least these, or MIN_PIXELS."
-        )
+        other = "" if least is None else ", or MIN_PIXELS"
+        raise ValueError(f"{flag}: below the fewest pixels of an image, {fewest:,}. Set at least these{other}.")
     if limits.max_frames < limits.min_frames:
         raise ValueError(f"FPS_MAX_FRAMES {limits.max_frames}: below FPS_MIN_FRAMES {limits.min_frames}. Set more.")
     return limits

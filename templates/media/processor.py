@@ -72,8 +72,9 @@ class VisionProcessor:
         self.patch_size, self.merge_size = self._rules.patch_size, self._rules.merge_size
         self.temporal_patch_size = self._rules.temporal_patch_size
         self.resample = int(getattr(image, "resample", 0))
-        self.mean = tuple(float(value) for value in getattr(image, "image_mean", ()))  # mean of values from 0 to 1
-        self.std = tuple(float(value) for value in getattr(image, "image_std", ()))
+        mean, std = self._rules.normalization or (getattr(image, name, ()) for name in ("image_mean", "image_std"))
+        self.mean = tuple(float(value) for value in mean)  # mean of values from 0 to 1
+        self.std = tuple(float(value) for value in std)
         if self.family.image is None and options.max_pixels is not None:
             raise ValueError(f"--max_pixels {options.max_pixels}: {self.model_type} takes no images. Remove it.")
         self.limits = resolve_limits(
@@ -81,6 +82,7 @@ class VisionProcessor:
             (self._rules.least_pixels, self._rules.most_pixels),
             video_config(video, self.family),
             self.factor**2,
+            least_limit=self._rules.least_limit,
             video_volume=self.family.has_timestamps,
         )
         self.norm_bbox = options.norm_bbox or self.family.norm_bbox

@@ -10,6 +10,7 @@ from typing import Any
 from ..tokenizer import Tokenizer
 from .families import VisionFamily
 from .image_rules import (
+    BudgetImages,
     CroppedImages,
     ImageRules,
     Kimi25Images,
@@ -34,6 +35,8 @@ TILE_TOKENS = {
     "context_image_token": "<IMG_CONTEXT>",
     "end_image_token": "</img>",
 }
+# Gemma 4's, before an image's visual tokens, of one, and behind them: attributes of the tokenizer, and their default.
+SOFT_TOKEN_NAMES = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
 # Llama 4's, which its processor has no names for: as in LlamaTokens.
 LLAMA_TOKENS = "<|image_start|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>"
 LLAMA_TOKENS += "<|image|>", "<|image_end|>"
@@ -182,6 +185,8 @@ def image_rules(
             return _internvl_rules(folder, processor, tokenizer)
         case "gemma3":
             return _gemma3_rules(folder, processor)
+        case "gemma4":
+            return _gemma4_rules(folder, processor, tokenizer)
         case "llama4":
             return _llama4_rules(folder, processor, tokenizer)
         case "ovis2":
@@ -334,6 +339,28 @@ def _gemma3_rules(folder: Path, processor: Any) -> SquareImages:
             f"config.json some of {side} x {side} and {tokens}. Copy these files from the original checkpoint."
         )
     return SquareImages(side, patch, side // patch // math.isqrt(tokens))
+
+
+def _gemma4_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> BudgetImages:
+    model = read_json(folder / "config.json")
+    vision = model["vision_config"]
+    start, image, end = (
+        token_id(tokenizer, getattr(tokenizer, name, None) or default) for name, default in SOFT_TOKEN_NAMES.items()
+    )
+    expected = {
+        "patch_size": vision.get("patch_size", 16),
+        "pooling_kernel_size": vision.get("pooling_kernel_size", 3),
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": False,
+        "rescale_factor": 1 / 255,
+    }
+    actual = {name: getattr(processor, name) for name in expected}
+    tokens = {"image_token_id": image, "boi_token_id": start, "eoi_token_id": end}
+    expected |= {name: model.get(name, token) for name, token in tokens.items()}
+    _check_same(folder, actual | tokens, expected)
+    others = (model.get(f"{kind}_token_id") for kind in ("video", "audio"))
+    return BudgetImages(processor, (start, image, end), tuple(token for token in others if token is not None))
 
 
 def _llava_rules(folder: Path, processor: Any) -> CroppedImages:

@@ -28,6 +28,7 @@ from tests import tiny
         ("kimi_vl", False, "--use_vllm true: vLLM reads the images of kimi_vl by the checkpoint's own code"),
         ("kimi_k25", False, "--use_vllm true: vLLM's build for CPUs has no latent attention before 0.32, as kimi_k25"),
         ("gemma3", False, "--use_vllm true: vLLM does not take the images of gemma3 in this version"),
+        ("gemma4", False, "--use_vllm true: vLLM does not take the images of gemma4 in this version"),
     ],
 )
 def test_what_vllm_takes(monkeypatch: pytest.MonkeyPatch, model_type: str, has_videos: bool, said: str | None) -> None:
