@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from ...bridge.families import family_of
 from ...bridge.option_groups import flag_value
 from ...bridge.options import VisionOptions
 from ...tasks.options import SftOptions
@@ -44,7 +45,8 @@ def check_vision(options: SftOptions, model: HfConfig | None, sources: Mapping[s
 
 def has_tower(model: HfConfig) -> bool:
     """Return whether a family here has the vision or audio tower of a model. model: config.json"""
-    return model.get("model_type") in FAMILIES and bool(model.get("vision_config") or model.get("audio_config"))
+    has_settings = bool(model.get("vision_config") or model.get("audio_config"))
+    return has_settings and model.get("model_type") in FAMILIES and family_of(model).has_tower(model)
 
 
 def trains_tower(options: VisionOptions) -> bool:

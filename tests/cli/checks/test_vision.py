@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 from megaswift.bridge.option_groups import compose
-from megaswift.cli.checks.vision import check_vision
+from megaswift.cli.checks.vision import check_vision, has_tower
 from megaswift.cli.flags import UsageError
 from megaswift.tasks.options import SftOptions
+from megaswift.templates.media.families import FAMILIES
 
 from tests.cli import ms_swift_stand_ins as stand_ins
 from tests.cli.checks.test_checks import check
@@ -40,6 +41,14 @@ def test_a_tower_is_needed(dense: Path, tmp_path: Path, words: str, fix: str) ->
             check(model, words)
         assert str(error.value).startswith(f"{words}".replace("1e-5", "1e-05"))
         assert str(error.value).endswith(f": the model has no vision tower that is supported. {fix}")
+
+
+def test_a_tower_that_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of a model whose tower has no mapping can be read, and its tower cannot be trained."""
+    text = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified"}
+    monkeypatch.setitem(FAMILIES, "gemma4_unified", FAMILIES["gemma3"])
+    assert not has_tower(text | {"vision_config": {"num_hidden_layers": 1}})
+    assert has_tower(stand_ins.config("Qwen3-VL-8B-Instruct"))
 
 
 def test_flags_without_a_tower_that_ask_for_nothing(dense: Path) -> None:
