@@ -44,7 +44,7 @@ FUSED_LEAVES = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_pr
 TOWER_MODULE = re.compile(
     r"\b(?:visual\.\w+(?:\.\d+)?|"
     r"vision_tower\.(?:(?:transformer\.)?(?:encoder\.)?(?:layers?|blocks)\.\d+|(?:transformer|encoder)\.\w+|\w+)|"
-    r"visual_embeddings_table|"
+    r"visual_embeddings_table|embed_vision|"
     r"vision_model(?=\.)|"
     r"audio_tower\.(?:layers\.\d+|\w+)|"
     r"multi_modal_projector(?=\.mm_)|multi_modal_projector\.\w+|mm_projector(?:\.proj)?\.\w+)"

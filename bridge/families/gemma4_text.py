@@ -1,14 +1,14 @@
 """Gemma 4 text, dense: heads of another size in layers with full attention, where values can be the keys.
 
 Norms are as in Gemma 3, with weights around 1. Values are divided by their root mean square, a number of the checkpoint
-scales each layer's output, and logits are capped. Checkpoints are Gemma4ForConditionalGeneration: only the text model
-is trained.
+scales each layer's output, and logits are capped. Checkpoints are Gemma4ForConditionalGeneration, with a tower for
+images of any size (bridge/families/gemma4_vision.py).
 """
 
 import math
 from dataclasses import replace
 
-from ..mapping.architecture import Architecture, HfConfig, Layer
+from ..mapping.architecture import Architecture, HfConfig, Layer, Vision
 from ..mapping.param_mapping import REPLICATED, Family, ParamMapping, qkv_of_groups
 from .decoder import (
     DEFAULTS,
@@ -23,6 +23,7 @@ from .decoder import (
     sliding_layers,
 )
 from .gemma2 import FOUR_NORMS
+from .gemma4_vision import tower_mappings, tower_settings
 from .vlm_text import add_language_model_prefix, text_config
 
 ROPES = {
@@ -36,7 +37,7 @@ SUPPORTED = {
     "num_kv_shared_layers": (0,),
     "enable_moe_block": (False,),
     "attention_bias": (False,),
-    "use_bidirectional_attention": ("vision",),  # images, which alone use it, are not trained on
+    "use_bidirectional_attention": ("vision",),
 }
 
 
@@ -57,6 +58,7 @@ def architecture(config: HfConfig) -> Architecture:
         layer_scalar=True,
         value_norm=True,
         post_norms=True,
+        blocks_in_windows=True,
         passthrough=r"(model\.)?(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\.",
     )
 
@@ -92,6 +94,16 @@ def _full_heads(config: HfConfig, types: list[str]) -> dict[str, int | None]:
     return {"head_dim": first.get("head_dim"), "groups": first.get("num_key_value_heads")}
 
 
+def vision(hf_config: HfConfig) -> Vision:
+    text = FAMILY.defaults | hf_config["text_config"]
+    if text.get("use_bidirectional_attention") != "vision":
+        raise ValueError(
+            f"config.json has use_bidirectional_attention {text.get('use_bidirectional_attention')!r}: images are "
+            "supported with 'vision' only"
+        )
+    return tower_settings(hf_config, text["hidden_size"])
+
+
 def mappings(config: HfConfig) -> list[ParamMapping]:
     layers = list_layers(config)
     windows = tuple(number for number, layer in enumerate(layers) if layer.window)
@@ -106,16 +118,19 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="gemma4_text",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    models="Gemma 4 31B, text",
+    models="Gemma 4 31B",
     architecture=architecture,
     mappings=mappings,
     text_config=text_config,
+    vision=vision,
+    vision_mappings=tower_mappings,
     vlm_names=(add_language_model_prefix,),
     limits=(
         "hidden_size_per_layer_input and num_kv_shared_layers (E2B, E4B)",
         "enable_moe_block (26B-A4B)",
         "attention_bias",
-        "images and audio: the towers pass through unchanged",
+        "use_clipped_linears",
+        "videos and audio: the audio tower passes through unchanged",
     ),
     defaults=DEFAULTS
     | {

@@ -43,6 +43,31 @@ def _paired_heads_together(length: int, ranks: int, architecture: Architecture) 
     return spans
 
 
+def _half_pairs_together(length: int, ranks: int, architecture: Architecture) -> list[Span]:
+    """Lay out the heads as `separate_heads_together`, of a rope that turns pairs within each half of a head.
+
+    The first half is turned by the column and the second by the row: `_quarters`.
+    """
+    spans = []
+    for span in separate_heads_together(length, ranks, architecture):
+        spans += [span] if span.part == 2 else _quarters(span)
+    return spans
+
+
+def _quarters(head: Span) -> list[Span]:
+    """Return the quarters of a head in the order of the tower's rope: first elements of pairs before second ones.
+
+    Of either, the planes of height are before those of width.
+    """
+    quarter = head.length // 4
+    starts = (head.start + number * quarter for number in (2, 0, 3, 1))
+    return [Span(head.part, start, start + quarter) for start in starts]
+
+
+def _half_pairs(length: int, ranks: int, architecture: Architecture) -> list[Span]:
+    return _quarters(Span(0, 0, length))
+
+
 def common_settings(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of `Vision` that every tower's config has by the same names."""
     return {
@@ -61,6 +86,8 @@ REPLICATED_GATE_UP = ShardingKind(None, _gate_then_up, ("gate", "up"))
 REPLICATED_QKV = ShardingKind(None, _heads_together)
 REPLICATED_PAIRED_QKV = ShardingKind(None, _paired_heads_together)
 REPLICATED_Q_K_V = ShardingKind(None, separate_heads_together, ("q", "k", "v"))
+REPLICATED_HALVED_Q_K_V = ShardingKind(None, _half_pairs_together, ("q", "k", "v"))
+REPLICATED_HALVED_HEAD = ShardingKind(None, _half_pairs)
 
 
 class TowerTable:

@@ -148,14 +148,20 @@ class VisualVocabulary(nn.Module):
 
 
 class MatrixMerger(nn.Module):
-    """Projection of features of squares: x [features, size] -> [features, output_size]."""
+    """Projection of features of squares: x [features, size] -> [features, output_size].
 
-    def __init__(self, size: int, output_size: int, config: TransformerConfig, device: torch.device):
+    eps: of an RMS norm without weights before it; None: there is no norm
+    """
+
+    def __init__(
+        self, size: int, output_size: int, config: TransformerConfig, device: torch.device, *, eps: float | None = None
+    ):
         super().__init__()
+        self.eps = eps
         self.linear_proj = Linear(size, output_size, bias=False, dtype=config.params_dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_proj(x)
+        return self.linear_proj(x if self.eps is None else F.rms_norm(x, x.shape[-1:], eps=self.eps))
 
 
 class Downsample(nn.Module):
@@ -183,3 +189,27 @@ class SquareMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(self.linear_fc2(F.gelu(self.linear_fc1(x.view(-1, self.square_size)))))
+
+
+class ScaledMeans(nn.Module):
+    """Means of squares times the root of their size, perhaps standardized: [patches, size] -> [features, size].
+
+    The factor takes values out of the range of fp16, and the bias takes them back: both are applied in fp32.
+    """
+
+    std_bias: Tensor
+    std_scale: Tensor
+
+    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device):
+        super().__init__()
+        self.square, self.factor, self.standardizes = vision.merge_size**2, vision.hidden_size**0.5, vision.standardizes
+        if vision.standardizes:
+            for name in ("std_bias", "std_scale"):
+                empty = torch.empty(vision.hidden_size, dtype=config.params_dtype, device=device)
+                self.register_buffer(name, empty)
+
+    def forward(self, x: Tensor) -> Tensor:
+        means = x.unflatten(0, (-1, self.square)).float().mean(1).to(x.dtype).float() * self.factor
+        if self.standardizes:
+            means = (means - self.std_bias.float()) * self.std_scale.float()
+        return means.to(x.dtype)

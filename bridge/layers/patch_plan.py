@@ -39,9 +39,9 @@ class PatchPlan:
     windows: Blocks | None
     patch_order: Tensor | None  # [patches] int64: from the processor's order to the tower's
     feature_order: Tensor | None  # [features] int64: from the tower's order back to the processor's
-    # Interpolation of the learned position embeddings: the rows for each patch, and their weights.
-    taps: Tensor | None  # [patches, 4 or 16] int64
-    tap_weights: Tensor | None  # [patches, 4 or 16] fp32
+    # Learned position embeddings that are added to each patch: their rows, and their weights in an interpolation.
+    taps: Tensor | None  # [patches, 2, 4 or 16] int64
+    tap_weights: Tensor | None  # [patches, 2, 4 or 16] fp32
     # With a class token in front of each frame: positions of the tower's rows among class tokens and patches, and
     # positions of the patches among the tower's rows.
     row_order: Tensor | None = None  # [frames + patches] int64
@@ -92,6 +92,12 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_st
         taps = (row_taps.unsqueeze(2) * vision.grid_side + column_taps.unsqueeze(1)).flatten(1)
         taps += int(vision.class_token)
         tap_weights = (row_weights.unsqueeze(2) * column_weights.unsqueeze(1)).flatten(1)
+
+    if vision.axis_positions:
+        # A row of padding can be longer than the table; a processor limits images.
+        column_taps, row_taps = (axis.clamp(max=vision.axis_positions - 1) for axis in (column, row))
+        taps = torch.stack((column_taps, row_taps + vision.axis_positions), dim=1)
+        tap_weights = torch.ones(taps.shape, device=device)
 
     positions = torch.stack((row, column), dim=1)  # for the rope: planes of height, then those of width
     if patch_order is not None:

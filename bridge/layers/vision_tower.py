@@ -4,7 +4,8 @@ Every rank holds all of it and encodes media of its own; see model/vision_encode
 `Vision` describes. Qwen2-VL: https://arxiv.org/abs/2409.12191, Qwen2.5-VL: https://arxiv.org/abs/2502.13923, Qwen3-VL:
 https://arxiv.org/abs/2511.21631, GLM-4.1V: https://arxiv.org/abs/2507.01006, Pixtral: https://arxiv.org/abs/2410.07073,
 MoonViT: https://arxiv.org/abs/2504.07491, SigLIP: https://arxiv.org/abs/2303.15343, Llama 4:
-https://ai.meta.com/blog/llama-4-multimodal-intelligence, AIMv2: https://arxiv.org/abs/2411.14402.
+https://ai.meta.com/blog/llama-4-multimodal-intelligence, AIMv2: https://arxiv.org/abs/2411.14402, Gemma 4:
+https://ai.google.dev/gemma/docs/core/model_card_4.
 """
 
 import math
@@ -31,6 +32,7 @@ from .mergers import (
     Merger,
     PooledProjection,
     Projection,
+    ScaledMeans,
     SquareMLP,
     VisualVocabulary,
     make_norm,
@@ -77,16 +79,15 @@ def make_attention(vision: TowerLayers, config: TransformerConfig) -> Attention:
     kernel: str = config.attention_kernel  # type: ignore[attr-defined]
     head_dim = vision.hidden_size // vision.num_heads
     padded_dim = next((size for size in FAST_HEAD_DIMS if size >= head_dim), None)
+    scale = head_dim**-0.5 if vision.softmax_scale is None else vision.softmax_scale
     if kernel == "flash" and head_dim in FORWARD_HEAD_SIZES:
-        run = partial(attend_by_flash, scale=head_dim**-0.5, is_deterministic=config.deterministic_mode)
+        run = partial(attend_by_flash, scale=scale, is_deterministic=config.deterministic_mode)
         return Attention(run, padded_dim)
     if kernel != "transformer_engine" or vision.window:
-        return Attention(attend)
+        return Attention(partial(attend, scale=scale))
     from transformer_engine.pytorch import DotProductAttention  # pyright: ignore[reportMissingImports]
 
     from ..kernels.cudnn_attention import Mask, PackedAttention
-
-    scale = head_dim**-0.5
 
     @cache
     def packed_attention(padded_dim: int) -> PackedAttention:
@@ -114,25 +115,30 @@ def attend_by_flash(
     return cast(Tensor, KernelAttention.apply(query, key, value, None, flash.forward, flash.backward))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: float) -> Tensor:
     """Compute attention within each block, in both directions: [patches, heads, head_dim] each."""
     if query.is_cuda and query.dtype != torch.float32:
         from torch.nn.attention.varlen import varlen_attn
 
         longest = max(blocks.lengths)
-        output = varlen_attn(query, key, value, blocks.cu_seqlens, blocks.cu_seqlens, longest, longest)
+        ends = blocks.cu_seqlens
+        output = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale)
         assert isinstance(output, Tensor)
         return output
     outputs = []
     for parts in zip(*(x.split(blocks.lengths) for x in (query, key, value)), strict=True):
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in parts)  # [1, heads, length, head_dim]
-        outputs.append(F.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1))
+        outputs.append(F.scaled_dot_product_attention(q, k, v, scale=scale).squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
 
 
 def _with_residual(output: Tensor | tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the result of a norm of x, and the residual: the norm's second result if its kernel returns one."""
     return output if isinstance(output, tuple) else (output, x)
+
+
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -186,6 +192,13 @@ class TowerLayer(nn.Module):
         self.gelu = None if vision.gated else GELUS.get(vision.activation)
         self.has_fused_gelu = vision.activation == "gelu_pytorch_tanh" and vision.layer_bias
         self.norm1, self.norm2 = (make_norm(vision, size, config, device, has_residual=True) for _ in range(2))
+        self.post_norm1 = self.post_norm2 = self.q_norm = self.k_norm = None
+        if vision.post_norms:
+            self.post_norm1, self.post_norm2 = (make_norm(vision, size, config, device) for _ in range(2))
+        if vision.head_norms:
+            self.q_norm, self.k_norm = (
+                RMSNorm(self.head_dim, eps=vision.eps, dtype=config.params_dtype, device=device) for _ in range(2)
+            )
         self.linear_qkv = linear(size, 3 * size, bias=vision.qkv_bias and vision.key_bias)
         self.query_value_bias = None
         if vision.qkv_bias and not vision.key_bias:
@@ -208,7 +221,7 @@ class TowerLayer(nn.Module):
             qkv = qkv + torch.stack((query_bias, torch.zeros_like(query_bias), value_bias), dim=1).flatten()
         query, key, value = self._heads(qkv, plan)
         heads = self.attention.run(query, key, value, blocks)[..., : self.head_dim]
-        return self._with_mlp(x + _scaled(self.linear_proj(heads.flatten(1)), self.scale1))
+        return self._with_mlp(x + _scaled(_normed(self.linear_proj(heads.flatten(1)), self.post_norm1), self.scale1))
 
     def _normed_qkv(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries, keys and values of x [patches, hidden_size], and x for the residual."""
@@ -222,13 +235,14 @@ class TowerLayer(nn.Module):
     def _with_mlp(self, x: Tensor) -> Tensor:
         """Return x [patches, hidden_size] with what the MLP adds."""
         linears = self.linear_fc1, self.linear_fc2
-        if self.gelu is not None and self.scale2 is None and _accumulates(x, self.norm2, *linears):
+        has_plain_output = self.post_norm2 is None and self.scale2 is None
+        if self.gelu is not None and has_plain_output and _accumulates(x, self.norm2, *linears):
             from ..kernels.normed_linear import normed_mlp
 
             norm, first, second = map(_parameters, (self.norm2, *linears))
             return normed_mlp(x, norm, first, second, self.gelu, _norm_kernel(self.norm2))
         normed, x = _with_residual(self.norm2(x), x)
-        return x + _scaled(self.linear_fc2(self._hidden(normed)), self.scale2)
+        return x + _scaled(_normed(self.linear_fc2(self._hidden(normed)), self.post_norm2), self.scale2)
 
     def _hidden(self, x: Tensor) -> Tensor:
         """Return what the MLP's second layer takes: x [patches, hidden_size] -> [patches, ffn_hidden_size]."""
@@ -250,11 +264,24 @@ class TowerLayer(nn.Module):
             from ..kernels.qkv import HeadLayout, split_heads
 
             padded_dim = self.attention.trained_head_dim if qkv.requires_grad else None
-            layout = HeadLayout(self.num_heads, queries=1, dim=self.head_dim, padded_dim=padded_dim)
-            query, key, value, _ = split_heads(qkv, None, (plan.cos, plan.sin), layout)
-            return query, key, value
+            norms, eps = None, 0.0
+            if self.q_norm is not None and self.k_norm is not None:
+                norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps or 0.0
+            layout = HeadLayout(self.num_heads, queries=1, dim=self.head_dim, eps=eps, padded_dim=padded_dim)
+            query, key, value, _ = split_heads(qkv, norms, (plan.cos, plan.sin), layout)
+            return query, key, self._normed_value(value)
         query, key, value = qkv.view(len(qkv), self.num_heads, 3, -1).unbind(2)
-        return _rotate(query, plan), _rotate(key, plan), value
+        query, key = _normed(query, self.q_norm), _normed(key, self.k_norm)
+        return _rotate(query, plan), _rotate(key, plan), self._normed_value(value)
+
+    def _normed_value(self, value: Tensor) -> Tensor:
+        """Return values [patches, heads, head_dim, perhaps padded] divided by their root mean square, if they are."""
+        if self.q_norm is None:
+            return value
+        # Zeros behind a head make the mean smaller by `share`.
+        share, eps = self.head_dim / value.shape[-1], self.q_norm.eps or 0.0
+        normed = F.rms_norm(value, value.shape[-1:], eps=eps * share)
+        return normed if share == 1.0 else normed * share**0.5
 
 
 def _rotate(x: Tensor, plan: RopePlan) -> Tensor:
@@ -285,9 +312,14 @@ class PatchEmbedding(nn.Module):
         bias = torch.empty(vision.hidden_size, dtype=config.params_dtype, device=device)
         self.bias = nn.Parameter(bias) if vision.patch_bias else None
 
+        self.channels = vision.channels if vision.is_channels_last else None
+
     def forward(self, patches: Tensor) -> Tensor:
         """patches [patches, channels * frames * side * side], normalized -> [patches, hidden_size]."""
-        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+        weight = self.weight.flatten(1)
+        if self.channels:
+            weight = weight.unflatten(1, (-1, self.channels)).transpose(1, 2).flatten(1)
+        return F.linear(patches.to(weight.dtype), weight, self.bias)
 
 
 class VisionTower(nn.Module):
@@ -306,6 +338,8 @@ class VisionTower(nn.Module):
             self.position_embeddings = make_weight(*batch, 1 + vision.grid_side**2, vision.hidden_size)
         elif vision.grid_side and vision.grid_axes == 2:
             self.position_embeddings = make_weight(vision.grid_side, vision.grid_side, vision.hidden_size)
+        elif vision.axis_positions:
+            self.position_embeddings = make_weight(2, vision.axis_positions, vision.hidden_size)
         elif vision.grid_side:
             rows = vision.grid_side**2
             self.position_embeddings = nn.Embedding(
@@ -325,6 +359,9 @@ class VisionTower(nn.Module):
             size = vision.square_mlp_size
             self.downsample = SquareMLP(vision, size, config, device)
             self.merger = MatrixMerger(size, vision.output_size, config, device)
+        elif vision.scales_means:
+            self.downsample = ScaledMeans(vision, config, device)
+            self.merger = MatrixMerger(vision.hidden_size, vision.output_size, config, device, eps=vision.eps)
         elif vision.pools_squares:
             self.merger = PooledProjection(vision, config, device)
         elif vision.projector is not None:

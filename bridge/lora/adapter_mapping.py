@@ -108,6 +108,7 @@ def plan_adapters(
     for key, entry in entries.items():  # modules of the tower without adapters: their names are not to be targets
         if key.name.startswith(TOWERS) and _module_of(key).rpartition(".")[2] not in LINEAR_MODULES:
             plan.leaves.update(name.removesuffix(".weight").rpartition(".")[2] for name in entry.hf)
+    plan.leaves.update(_leaf_names_of_wrappers(entries))
     saved_modules = {key for name in settings.modules_to_save for key in _tower_keys(name, entries)}
     for matrix in _matrices(entries):
         plan.leaves.update(name.rpartition(".")[2] for name in matrix.names)
@@ -199,6 +200,12 @@ def _matrices(entries: ParamTable) -> Iterator[_Matrix]:
             continue
         if module.rpartition(".")[2] in LINEAR_MODULES | {ROUTER, EMBEDDING_MODULE, "output_layer"}:
             yield _Matrix(key, entry, module, tuple(name.removesuffix(".weight") for name in entry.hf))
+
+
+def _leaf_names_of_wrappers(entries: ParamTable) -> list[str]:
+    """Return the last names of the tower's modules that hold a matrix, as `q_proj` of Gemma 4's `q_proj.linear`."""
+    towers = (matrix for matrix in _matrices(entries) if matrix.key.name.startswith(TOWERS))
+    return [path.rpartition(".")[2] for path in {name.rpartition(".")[0] for matrix in towers for name in matrix.names}]
 
 
 def _matching_targets(targets: Container[str], name: str, matrix: _Matrix) -> list[str]:

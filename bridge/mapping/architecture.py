@@ -157,6 +157,9 @@ class TowerLayers:
     key_bias: bool = True  # keys have a bias too, with `qkv_bias`
     layer_bias: bool = True  # biases of the other linear layers in the tower's layers
     layer_scale: bool = False  # learned factors on the outputs of attention and MLP
+    post_norms: bool = False  # norms on the outputs of attention and MLP too
+    head_norms: bool = False  # RMS norms of each head: of queries and keys with weights, of values without
+    softmax_scale: float | None = None  # factor on attention's scores; None: that of the size of a head
     window: int | None = None  # side in pixels of the windows in which layers attend, except `full_layers`
 
 
@@ -200,7 +203,8 @@ class Vision(TowerLayers):
     With `gated_merger_size`, a convolution over each square ends the tower, and the merger is a projection, a norm and
     a gated MLP. `projector` is another form of it; with `pools_squares` it is the mean of a square, a norm that adds 1
     to its weights, and a matrix. With `square_mlp_size`, an MLP over each square ends the tower, whose two layers each
-    end with an activation, and the merger is a matrix.
+    end with an activation, and the merger is a matrix. With `scales_means`, the mean of each square times the root of
+    its size ends the tower, and the merger is an RMS norm without weights and a matrix.
     """
 
     patch_size: int  # pixels
@@ -213,9 +217,12 @@ class Vision(TowerLayers):
     channels: int = 3
     patch_bias: bool = True
     is_patch_matrix: bool = False  # the projection of patches is a matrix in checkpoints, and not a convolution
+    is_channels_last: bool = False  # a column of that matrix is of a row, column and channel; else the channel is first
     patch_norm: bool = False  # a norm on embedded patches, before position embeddings are added
     grid_side: int | None = None  # side of a grid of learned position embeddings, which is resampled
     grid_axes: int = 1  # axes of that table in checkpoints: one of rows, or height and width
+    # Rows of each of two tables of learned position embeddings: of columns of an image and of rows, which are added.
+    axis_positions: int | None = None
     class_token: bool = False  # a learned token in front of each image or frame; it has the grid's first embedding
     is_batched: bool = False  # class token and position embeddings have an axis of one image in checkpoints
     embedding_norm: bool = False  # a norm on class tokens and patches with their position embeddings
@@ -229,6 +236,8 @@ class Vision(TowerLayers):
     gated_merger_size: int | None = None  # hidden size of the merger's gated MLP
     projector: Projector | None = None
     pools_squares: bool = False
+    scales_means: bool = False
+    standardizes: bool = False  # with `scales_means`: (x - bias) * scale by tensors of the checkpoint, not trained
     square_mlp_size: int | None = None  # width of both layers of an MLP over each square
     # The features of an image's tiles are put together, without padding, with a learned one behind each row; they are
     # reduced to those of so many tiles. See layers/tile_features.py.

@@ -167,4 +167,7 @@ def _layer_values(vision: Vision, *, fuses_layers: bool) -> int:
     attention = 4 * heads * padded + (hidden if padded > dim else 0)  # with a copy of the output without padding
     fuses_mlp = fuses_layers and vision.activation in GELUS and not (vision.gated or vision.layer_scale)
     norms = 4 - fuses_layers - fuses_mlp  # inputs of both, and outputs
+    norms += 2 if vision.post_norms else 0  # inputs of those on outputs
+    if vision.head_norms:  # their inputs
+        attention += 3 * hidden + heads * padded
     return norms * hidden + attention + (3 if vision.gated else 1 if fuses_mlp else 2) * vision.ffn_hidden_size

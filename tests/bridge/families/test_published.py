@@ -344,8 +344,8 @@ def test_towers_are_those_of_transformers(name):
     tower = {key: tuple(tensor.shape) for key, tensor in state.items() if not re.search(unused, key)}
     settings: Any = SimpleNamespace(params_dtype=torch.bfloat16, attention_kernel="torch")
     shapes = {
-        key: tuple(p.shape)
-        for key, p in TowerPart(about.vision, None, settings, torch.device("meta")).named_parameters()
+        key: tuple(tensor.shape)
+        for key, tensor in TowerPart(about.vision, None, settings, torch.device("meta")).state_dict().items()
     }
     found = {}
     for key, entry in expand_mappings(family, config, about, tower).items():

@@ -1,5 +1,7 @@
 """Norms with linear layers or an MLP behind them, as one function, against torch's autograd in double precision."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,16 +114,18 @@ def test_a_norm_with_an_mlp(approximate, frozen, device):
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"),
+    ("kind", "architecture", "padded_dim"),
     [
-        ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
-        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
-        ("internvl_qwen3", "InternVLForConditionalGeneration"),
-        ("kimi_vl", "KimiVLForConditionalGeneration"),
+        ("qwen3_vl", "Qwen3VLForConditionalGeneration", None),
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", None),
+        ("internvl_qwen3", "InternVLForConditionalGeneration", None),
+        ("kimi_vl", "KimiVLForConditionalGeneration", None),
+        ("gemma4", "Gemma4ForConditionalGeneration", None),
+        ("gemma4", "Gemma4ForConditionalGeneration", 32),
     ],
 )
-def test_layers_of_towers_have_the_gradients_of_plain_torch(kind, architecture, device, monkeypatch):
-    """Those with a GELU, gated and scaled ones: some run one function, some two, some none."""
+def test_layers_of_towers_have_the_gradients_of_plain_torch(kind, architecture, padded_dim, device, monkeypatch):
+    """Those with a GELU, gated and scaled ones, and norms of heads: some run one function, some two, some none."""
     from types import SimpleNamespace
 
     from megaswift.bridge.families import family_of
@@ -134,7 +138,7 @@ def test_layers_of_towers_have_the_gradients_of_plain_torch(kind, architecture, 
     config = FAMILIES[kind]().to_dict() | {"architectures": [architecture]}
     vision = family_of(config).describe(config, vision=True).vision
     settings = SimpleNamespace(params_dtype=torch.float32)
-    layer = TowerLayer(vision, settings, torch.device(device), Attention(attend))
+    layer = TowerLayer(vision, settings, torch.device(device), Attention(partial(attend, scale=0.3), padded_dim))
     plan = plan_patches(torch.tensor([[1, 4, 6], [1, 8, 4]]), vision, torch.device(device))
     x = torch.randn(len(plan.cos), vision.hidden_size, device=device, requires_grad=True)
     slopes = torch.randn_like(x)

@@ -225,6 +225,27 @@ def gemma3() -> Any:
     )
 
 
+# Gemma 4: images of any size, whose tokens attend to each other in windows that are narrower.
+VISION_GEMMA4 = {
+    "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 12, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 9,
+    "rope_parameters": AXIAL, "standardize": True,
+}  # fmt: skip
+
+
+def gemma4(**vision: Any) -> Any:
+    from transformers import Gemma4Config
+
+    from tests.bridge.families.gemma4_text import config
+
+    text = config(sliding_window=5, vocab_size=TEXT["vocab_size"], use_bidirectional_attention="vision").to_dict()
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO}
+    tokens |= {"boi_token_id": START, "eoi_token_id": END}
+    return Gemma4Config(
+        text_config=text, vision_config=VISION_GEMMA4 | vision, audio_config=None, tie_word_embeddings=True, **tokens
+    )
+
+
 # LLaVA: images of 2 x 2 patches, each of one token, and a class token; the last layer of the tower is not used.
 CROP = 2  # patches on a side
 VISION_CLIP = {
@@ -319,6 +340,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "internvl_qwen3_moe": internvl_qwen3_moe,
     "kimi_vl": kimi_vl,
     "gemma3": gemma3,
+    "gemma4": gemma4,
     "llava": llava,
     "llama4": llama4,
     "kimi_k25": kimi_k25,

@@ -111,10 +111,12 @@ def form(model: Any) -> str:
 
     As "rows" with a token behind each, as "tiles", as "separated tiles" with visual tokens around and between them, as
     "images" of one size whose tokens attend in both directions, as "crops" of one size with a token for each patch, as
-    "patches" whose tokens have one position each, or as patches whose tokens have positions on axes (empty).
+    "patches" whose tokens have one position each, as "padded patches" whose tokens attend in both directions too, or as
+    patches whose tokens have positions on axes (empty).
     """
     forms = {"llava": "crops", "mistral3": "rows", "internvl": "tiles", "gemma3": "images", "kimi_vl": "patches"}
     forms |= {"llama4": "tiles", "kimi_k25": "patches", "llava_onevision": "anyres", "ovis2": "separated tiles"}
+    forms |= {"gemma4": "padded patches"}
     return forms.get(model.config.model_type, "")
 
 
@@ -122,7 +124,8 @@ def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str, m
     """A document whose videos are images of as many patches, or about as many tiles."""
     ids: list[int] = []
     merge = merge or (1 if form in ("crops", "anyres") else MERGE)
-    document = MediaDocument(np.empty(0), np.empty(0), None, [], [], [], has_blocks=form == "images", merge=merge)
+    has_blocks = form in ("images", "padded patches")
+    document = MediaDocument(np.empty(0), np.empty(0), None, [], [], [], has_blocks=has_blocks, merge=merge)
     for part in parts:
         if isinstance(part, int):
             ids += rng.integers(3, 240, part).tolist()
@@ -157,7 +160,7 @@ def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str, m
         elif form in ("tiles", "images"):
             time, height, width = max(height * width // TILE**2, 1) if form == "tiles" else 1, TILE, TILE
             ids += [START, *[IMAGE] * (time * TILE**2 // MERGE**2), END]
-        elif form == "patches":
+        elif form.endswith("patches"):
             ids += [START, *[IMAGE] * (height * width // MERGE**2), END]
         else:
             for row in range(height // MERGE):
@@ -201,6 +204,15 @@ def model_inputs(document: MediaDocument, form: str) -> dict[str, Tensor]:
         patches = [image.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH) for image in images]
         values = torch.cat([part.permute(1, 2, 0, 3, 4).flatten(0, 1) for part in patches])
         return {"pixel_values": values, "image_grid_hws": torch.tensor([grid[1:] for grid in document.grids])}
+    if form == "padded patches":
+        most = max(height * width for _, height, width in document.grids)
+        values, positions = torch.zeros(len(images), most, CHANNELS * PATCH**2), torch.full((len(images), most, 2), -1)
+        for number, image in enumerate(images):
+            patches = image.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).permute(1, 2, 3, 4, 0).flatten(0, 1)
+            values[number, : len(patches)] = patches.flatten(1) / 2 + 0.5
+            places = torch.cartesian_prod(*(torch.arange(side) for side in document.grids[number][1:]))
+            positions[number, : len(places)] = places.flip(1)
+        return {"pixel_values": values, "image_position_ids": positions}
     sizes = torch.tensor([image.shape[1:] for image in images])
     longest, widest = sizes.amax(0).tolist()
     padded = [F.pad(image, (0, widest - image.shape[2], 0, longest - image.shape[1])) for image in images]
@@ -272,7 +284,8 @@ def run(model: Any, document: MediaDocument) -> Tensor:
             inputs = {"pixel_values": inputs["pixel_values"], "image_grid_thw": torch.tensor(document.grids)}
         ids = torch.from_numpy(document.ids)[None]
         if document.has_blocks:
-            inputs["token_type_ids"] = (ids == IMAGE).long()
+            name = "mm_token_type_ids" if form(model) == "padded patches" else "token_type_ids"
+            inputs[name] = (ids == IMAGE).long()
         output = model(ids, use_cache=False, **inputs)
         return output.logits[0].log_softmax(-1)
     images = [p for p, grid in zip(document.pixels, document.grids, strict=True) if grid[0] == 1]

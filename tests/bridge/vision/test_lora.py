@@ -39,6 +39,16 @@ CASES = {
         "TP2 SP",
     ),
     "pooled squares": ("gemma3", {"vision": ALL}, "TP2 SP"),
+    "beside norms of heads": ("gemma4", {"vision": {}}, "CP2"),
+    "norms of heads": ("gemma4", {"vision": ALL}, "TP2 SP"),
+    "whole tower with norms of heads": (
+        "gemma4",
+        {
+            "vision": {},
+            "whole": [f"vision.{module}" for module in ("patch_embed", "position_embeddings", "layers", "merger")],
+        },
+        "CP2",
+    ),
     "whole projection": ("gemma3", {"vision": {}, "whole": ["vision.merger"]}, "CP2"),
     "crops": ("llava", {"vision": ALL}, "CP2"),
     "whole tower with a norm of embeddings": (
@@ -84,6 +94,8 @@ LONG += (
     "visual words",
     "whole tower and visual words",
     "MLP of squares",
+    "beside norms of heads",
+    "whole tower with norms of heads",
     "whole tower with an MLP of squares",
 )
 

@@ -363,6 +363,15 @@ def _change_blocks(change: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
     return plant
 
 
+def _blocks_everywhere(model: Model) -> Any:
+    make = packed_seqs.make_packed_seqs
+
+    def changed(*arguments: Any, **others: Any) -> Any:
+        return make(*arguments, **others | {"blocks_in_windows": False})
+
+    return mock.patch("megaswift.bridge.model.model.make_packed_seqs", changed)
+
+
 def _join_audios(plan: AudioPlan) -> AudioPlan:
     """One block of all audios."""
     return replace(plan, blocks=Blocks([sum(plan.blocks.lengths)], plan.blocks.cu_seqlens[[0, -1]]))
@@ -382,6 +391,7 @@ FAULTS: dict[str, Any] = {
     "position embeddings of the next row": _patch_plan(lambda plan: replace(plan, taps=plan.taps.roll(1, 0))),
     "causal images": _change_blocks(lambda blocks: ()),
     "images end a token early": _change_blocks(lambda blocks: [(row, low, high - 1) for row, low, high in blocks]),
+    "images attend in all layers": _blocks_everywhere,
     "features of tiles in the next place": _shift_tile_features,
     "class tokens at the first patch": _patch_plan(_move_class_tokens),
     "one block for all images": _patch_plan(_join_blocks),
