@@ -49,15 +49,16 @@ def _save(folder: Path, kind, config, processor, seed: int) -> Path:
 
 
 def mean_of(model, name: str) -> float:
-    """Return the mean of a tensor: norms and scales are about 1, and delta nets forget slowly."""
+    """Return the mean of a parameter: norms scale by about 1, and delta nets forget slowly."""
+    if model.config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+        return 0.4  # nothing else scales its scores
     if name.endswith("A_log"):
         return -1.0
     if name.endswith(("layer_scalar", "std_scale")):
         return 1.0
     is_norm = ("norm" in name or "ln_q" in name) and name.endswith("weight")
     adds_one = model.config.model_type.startswith("qwen3_5") and "visual" not in name and "linear_attn" not in name
-    is_scale = name.endswith(("layer_scalar", "std_scale"))
-    return 1.0 if is_scale or (is_norm and not adds_one) else 0.0
+    return 1.0 if is_norm and not adds_one else 0.0
 
 
 def _transpose_experts(file: Path) -> None:

@@ -22,10 +22,12 @@ FIRST_TENSORS = (
     "vision_tower.transformer.embeddings.patch_embedding.weight",
     "vision_model.patch_embedding.linear.weight",
     "vision_tower.patch_embedder.input_proj.weight",
+    "vision_embedder.patch_dense.weight",
 )
 # In names of modules.
 TOWER_PARTS = "visual.", "vision_tower.", "vision_model.", "audio_tower."
 TOWER_PARTS += "multi_modal_projector.", "mm_projector.", "image_newline", "visual_embeddings_table.", "embed_vision."
+TOWER_PARTS += ("vision_embedder.",)
 
 
 def has_tower(folder: Path, hf_config: HfConfig) -> bool:

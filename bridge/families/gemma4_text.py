@@ -96,12 +96,17 @@ def _full_heads(config: HfConfig, types: list[str]) -> dict[str, int | None]:
 
 def vision(hf_config: HfConfig) -> Vision:
     text = FAMILY.defaults | hf_config["text_config"]
+    check_bidirectional_images(text)
+    return tower_settings(hf_config, text["hidden_size"])
+
+
+def check_bidirectional_images(text: HfConfig) -> None:
+    """Raise ValueError unless the visual tokens of an image attend to each other in both directions."""
     if text.get("use_bidirectional_attention") != "vision":
         raise ValueError(
             f"config.json has use_bidirectional_attention {text.get('use_bidirectional_attention')!r}: images are "
             "supported with 'vision' only"
         )
-    return tower_settings(hf_config, text["hidden_size"])
 
 
 def mappings(config: HfConfig) -> list[ParamMapping]:

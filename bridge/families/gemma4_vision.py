@@ -81,6 +81,7 @@ def tower_settings(hf_config: HfConfig, output_size: int) -> Vision:
         is_patch_matrix=True,
         is_channels_last=True,
         axis_positions=config["position_embedding_size"],
+        merger_eps=config["rms_norm_eps"],
         scales_means=True,
         standardizes=config["standardize"],
     )

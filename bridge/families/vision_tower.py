@@ -68,6 +68,13 @@ def _half_pairs(length: int, ranks: int, architecture: Architecture) -> list[Spa
     return _quarters(Span(0, 0, length))
 
 
+def _channels_first(length: int, ranks: int, architecture: Architecture) -> list[Span]:
+    """Lay out the pixels of a patch channel by channel, from those with all channels of a pixel together."""
+    assert architecture.vision is not None
+    channels = architecture.vision.channels
+    return [Span(0, channel, length, channels) for channel in range(channels)]
+
+
 def common_settings(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of `Vision` that every tower's config has by the same names."""
     return {
@@ -87,6 +94,7 @@ REPLICATED_QKV = ShardingKind(None, _heads_together)
 REPLICATED_PAIRED_QKV = ShardingKind(None, _paired_heads_together)
 REPLICATED_Q_K_V = ShardingKind(None, separate_heads_together, ("q", "k", "v"))
 REPLICATED_HALVED_Q_K_V = ShardingKind(None, _half_pairs_together, ("q", "k", "v"))
+REPLICATED_CHANNELS_FIRST = ShardingKind(None, _channels_first)
 REPLICATED_HALVED_HEAD = ShardingKind(None, _half_pairs)
 
 

@@ -96,7 +96,10 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_st
     if vision.axis_positions:
         # A row of padding can be longer than the table; a processor limits images.
         column_taps, row_taps = (axis.clamp(max=vision.axis_positions - 1) for axis in (column, row))
-        taps = torch.stack((column_taps, row_taps + vision.axis_positions), dim=1)
+        if vision.alternates_axes:
+            taps = torch.stack((2 * column_taps, 2 * row_taps + 1), dim=1)
+        else:
+            taps = torch.stack((column_taps, row_taps + vision.axis_positions), dim=1)
         tap_weights = torch.ones(taps.shape, device=device)
 
     positions = torch.stack((row, column), dim=1)  # for the rope: planes of height, then those of width
@@ -113,7 +116,7 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_st
         full = _blocks([length + 1 for length in lengths], device)
         # Class tokens are a row and a column before the first patch: Llama 4 has them at 0, and the first patch at 1.
         positions = F.pad(positions, (0, 0, len(frames), 0), value=-1)[row_order]
-    axis_dim = vision.hidden_size // vision.num_heads // 2
+    axis_dim = vision.hidden_size // vision.num_heads // 2 if vision.num_layers else 0
     frequencies = _frequencies(vision.rope_base, axis_dim, device, alternate=vision.rope_alternates)
     angles = (positions.unsqueeze(2).float() * frequencies).flatten(1).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()

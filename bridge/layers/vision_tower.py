@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 # and the search takes longer than the kernel.
 LENGTH_STEP = 1024
 
-VISION_MODULES = "patch_embed", "patch_norm", "class_token", "position_embeddings", "embedding_norm"
-VISION_MODULES += "layers", "final_norm", "downsample"
+VISION_MODULES = "pixel_norm", "patch_embed", "patch_norm", "class_token", "position_embeddings"
+VISION_MODULES += "embedding_norm", "layers", "final_norm", "downsample"
 MERGERS = "merger", "deep_mergers"
 
 
@@ -330,6 +330,8 @@ class VisionTower(nn.Module):
         self.vision_settings = vision
         self.patch_embed = PatchEmbedding(vision, config, device)
         self.patch_norm = make_norm(vision, vision.hidden_size, config, device) if vision.patch_norm else None
+        pixels = vision.channels * vision.temporal_patch_size * vision.patch_size**2
+        self.pixel_norm = make_norm(vision, pixels, config, device) if vision.pixel_norm else None
         self.position_embeddings = self.class_token = None
         make_weight = partial(Weight, config=config, device=device)
         if vision.grid_side and vision.class_token:
@@ -339,7 +341,8 @@ class VisionTower(nn.Module):
         elif vision.grid_side and vision.grid_axes == 2:
             self.position_embeddings = make_weight(vision.grid_side, vision.grid_side, vision.hidden_size)
         elif vision.axis_positions:
-            self.position_embeddings = make_weight(2, vision.axis_positions, vision.hidden_size)
+            tables = (vision.axis_positions, 2) if vision.alternates_axes else (2, vision.axis_positions)
+            self.position_embeddings = make_weight(*tables, vision.hidden_size)
         elif vision.grid_side:
             rows = vision.grid_side**2
             self.position_embeddings = nn.Embedding(
@@ -359,9 +362,9 @@ class VisionTower(nn.Module):
             size = vision.square_mlp_size
             self.downsample = SquareMLP(vision, size, config, device)
             self.merger = MatrixMerger(size, vision.output_size, config, device)
-        elif vision.scales_means:
-            self.downsample = ScaledMeans(vision, config, device)
-            self.merger = MatrixMerger(vision.hidden_size, vision.output_size, config, device, eps=vision.eps)
+        elif vision.merger_eps is not None:
+            self.downsample = ScaledMeans(vision, config, device) if vision.scales_means else None
+            self.merger = MatrixMerger(vision.hidden_size, vision.output_size, config, device, eps=vision.merger_eps)
         elif vision.pools_squares:
             self.merger = PooledProjection(vision, config, device)
         elif vision.projector is not None:
@@ -381,7 +384,8 @@ class VisionTower(nn.Module):
         patches [patches, channels * frames * side * side], normalized -> [patches + padding, hidden_size] each, or
         [features + padding, size] of `downsample`
         """
-        x = self.patch_embed(F.pad(patches, (0, 0, 0, plan.padding)) if plan.padding else patches)
+        x = F.pad(patches, (0, 0, 0, plan.padding)) if plan.padding else patches
+        x = self.patch_embed(_normed(x, self.pixel_norm))
         if self.patch_norm is not None:
             x = self.patch_norm(x)
         if self.position_embeddings is not None:

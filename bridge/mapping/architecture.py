@@ -204,7 +204,7 @@ class Vision(TowerLayers):
     a gated MLP. `projector` is another form of it; with `pools_squares` it is the mean of a square, a norm that adds 1
     to its weights, and a matrix. With `square_mlp_size`, an MLP over each square ends the tower, whose two layers each
     end with an activation, and the merger is a matrix. With `scales_means`, the mean of each square times the root of
-    its size ends the tower, and the merger is an RMS norm without weights and a matrix.
+    its size ends the tower. With `merger_eps`, the merger is an RMS norm without weights and a matrix.
     """
 
     patch_size: int  # pixels
@@ -218,11 +218,15 @@ class Vision(TowerLayers):
     patch_bias: bool = True
     is_patch_matrix: bool = False  # the projection of patches is a matrix in checkpoints, and not a convolution
     is_channels_last: bool = False  # a column of that matrix is of a row, column and channel; else the channel is first
+    pixel_norm: bool = False  # a norm on the pixels of a patch
     patch_norm: bool = False  # a norm on embedded patches, before position embeddings are added
     grid_side: int | None = None  # side of a grid of learned position embeddings, which is resampled
     grid_axes: int = 1  # axes of that table in checkpoints: one of rows, or height and width
     # Rows of each of two tables of learned position embeddings: of columns of an image and of rows, which are added.
     axis_positions: int | None = None
+    alternates_axes: bool = (
+        False  # in checkpoints the rows of both tables alternate; else one table is before the other
+    )
     class_token: bool = False  # a learned token in front of each image or frame; it has the grid's first embedding
     is_batched: bool = False  # class token and position embeddings have an axis of one image in checkpoints
     embedding_norm: bool = False  # a norm on class tokens and patches with their position embeddings
@@ -236,6 +240,7 @@ class Vision(TowerLayers):
     gated_merger_size: int | None = None  # hidden size of the merger's gated MLP
     projector: Projector | None = None
     pools_squares: bool = False
+    merger_eps: float | None = None
     scales_means: bool = False
     standardizes: bool = False  # with `scales_means`: (x - bias) * scale by tensors of the checkpoint, not trained
     square_mlp_size: int | None = None  # width of both layers of an MLP over each square

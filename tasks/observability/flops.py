@@ -190,7 +190,7 @@ class VisionFlops:
         if vision.projector:
             inputs, reduction = (hidden, merged * hidden) if vision.projector.reduces_squares else (merged, 0)
             mergers = reduction + inputs * output + output**2
-        if vision.pools_squares or vision.scales_means:
+        if vision.pools_squares or vision.merger_eps is not None:
             mergers = hidden * output
         if size := vision.square_mlp_size:
             patch += hidden * size + size**2 // square

@@ -336,6 +336,7 @@ def test_unknown_architecture():
         ("Ovis2-1B-hf", {}, {"qkv_bias": True}, "mlp_bias False; .* True only"),
         ("Ovis2-1B-hf", {}, {"image_size": 462}, "hidden_stride 2: only squares of whole visual tokens"),
         ("Ovis2-1B-hf", {"vocab_size": 151643}, {}, "vocab_size 151643; .* 151936 only"),
+        ("gemma-4-12B-it", {}, {"output_proj_dims": 1920}, "output_proj_dims 1920; .* 3840 only"),
         ("gemma-4-31B-it", {}, {"use_clipped_linears": True}, "use_clipped_linears True; .* False only"),
         ("gemma-4-31B-it", {}, {"num_key_value_heads": 8}, "num_key_value_heads 8; .* 16 only"),
         ("gemma-4-31B-it", {}, {"head_dim": 64}, "head_dim 64 in vision_config: .* 4 with 16 heads in .* 1152"),

@@ -340,6 +340,8 @@ def test_towers_are_those_of_transformers(name):
     state = model.state_dict()
     if config["model_type"] == "kimi_k25":  # by the names of the files
         state = {name_on_the_hub(key): t for key, t in revert_weight_conversion(model, state).items()}
+    if config["model_type"] == "gemma4_unified":
+        state = revert_weight_conversion(model, state)
     state = {key: tensor for key, tensor in state.items() if is_of_tower(key)}
     tower = {key: tuple(tensor.shape) for key, tensor in state.items() if not re.search(unused, key)}
     settings: Any = SimpleNamespace(params_dtype=torch.bfloat16, attention_kernel="torch")

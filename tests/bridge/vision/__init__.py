@@ -246,6 +246,25 @@ def gemma4(**vision: Any) -> Any:
     )
 
 
+VISION_UNIFIED = {
+    "patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 24, "output_proj_dims": 24, "mm_posemb_size": 5,
+}  # fmt: skip
+
+
+def gemma4_unified() -> Any:
+    """Gemma 4 12B: patches are embedded, and enter the language model."""
+    from transformers import Gemma4UnifiedConfig
+
+    from tests.bridge.families.gemma4_unified_text import config
+
+    text = config(sliding_window=5, vocab_size=TEXT["vocab_size"], use_bidirectional_attention="vision").to_dict()
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO}
+    tokens |= {"boi_token_id": START, "eoi_token_id": END}
+    return Gemma4UnifiedConfig(
+        text_config=text, vision_config=VISION_UNIFIED, audio_config=None, tie_word_embeddings=True, **tokens
+    )
+
+
 # LLaVA: images of 2 x 2 patches, each of one token, and a class token; the last layer of the tower is not used.
 CROP = 2  # patches on a side
 VISION_CLIP = {
@@ -341,6 +360,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "kimi_vl": kimi_vl,
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "gemma4_unified": gemma4_unified,
     "llava": llava,
     "llama4": llama4,
     "kimi_k25": kimi_k25,

@@ -48,6 +48,7 @@ PACKS: tuple[tuple[list[Any], ...], ...] = (
     ([4, (1, 6, 6), 3],),
 )
 PACK = 96
+PADDED = "padded patches", "embedded patches"
 STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")  # names of all experts of a layer in one tensor
 
 
@@ -75,6 +76,7 @@ def documents(model: Any) -> list[list[MediaDocument]]:
 def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDocument:
     if form(model):
         side = getattr(model.config.vision_config, "hidden_stride", None)  # of a visual token, of Ovis2
+        side = 1 if form(model) == "embedded patches" else side
         return _document_of_images(parts, rng, form(model), side)
     is_glm = model.config.model_type.startswith("glm")  # the token of videos is that of images
     ids: list[int] = []
@@ -111,12 +113,12 @@ def form(model: Any) -> str:
 
     As "rows" with a token behind each, as "tiles", as "separated tiles" with visual tokens around and between them, as
     "images" of one size whose tokens attend in both directions, as "crops" of one size with a token for each patch, as
-    "patches" whose tokens have one position each, as "padded patches" whose tokens attend in both directions too, or as
-    patches whose tokens have positions on axes (empty).
+    "patches" whose tokens have one position each, as "padded patches" or "embedded patches" (without a tower) whose
+    tokens attend in both directions too, or as patches whose tokens have positions on axes (empty).
     """
     forms = {"llava": "crops", "mistral3": "rows", "internvl": "tiles", "gemma3": "images", "kimi_vl": "patches"}
     forms |= {"llama4": "tiles", "kimi_k25": "patches", "llava_onevision": "anyres", "ovis2": "separated tiles"}
-    forms |= {"gemma4": "padded patches"}
+    forms |= {"gemma4": "padded patches", "gemma4_unified": "embedded patches"}
     return forms.get(model.config.model_type, "")
 
 
@@ -124,13 +126,15 @@ def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str, m
     """A document whose videos are images of as many patches, or about as many tiles."""
     ids: list[int] = []
     merge = merge or (1 if form in ("crops", "anyres") else MERGE)
-    has_blocks = form in ("images", "padded patches")
+    has_blocks = form in ("images", *PADDED)
     document = MediaDocument(np.empty(0), np.empty(0), None, [], [], [], has_blocks=has_blocks, merge=merge)
     for part in parts:
         if isinstance(part, int):
             ids += rng.integers(3, 240, part).tolist()
             continue
         time, height, width = 1, part[1], part[0] * part[2]
+        if form == "embedded patches":
+            height, width = height // MERGE, width // MERGE
         if form == "anyres" and part[0] > 1:
             half, frames = (SIDE + 1) // 2, part[0] + 1
             document.layouts.append((-1, half, half, 0))
@@ -161,7 +165,7 @@ def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str, m
             time, height, width = max(height * width // TILE**2, 1) if form == "tiles" else 1, TILE, TILE
             ids += [START, *[IMAGE] * (time * TILE**2 // MERGE**2), END]
         elif form.endswith("patches"):
-            ids += [START, *[IMAGE] * (height * width // MERGE**2), END]
+            ids += [START, *[IMAGE] * (height * width // merge**2), END]
         else:
             for row in range(height // MERGE):
                 ids += [IMAGE] * (width // MERGE) + [BREAK if row + 1 < height // MERGE else END]
@@ -204,12 +208,13 @@ def model_inputs(document: MediaDocument, form: str) -> dict[str, Tensor]:
         patches = [image.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH) for image in images]
         values = torch.cat([part.permute(1, 2, 0, 3, 4).flatten(0, 1) for part in patches])
         return {"pixel_values": values, "image_grid_hws": torch.tensor([grid[1:] for grid in document.grids])}
-    if form == "padded patches":
+    if form in PADDED:
         most = max(height * width for _, height, width in document.grids)
         values, positions = torch.zeros(len(images), most, CHANNELS * PATCH**2), torch.full((len(images), most, 2), -1)
         for number, image in enumerate(images):
             patches = image.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).permute(1, 2, 3, 4, 0).flatten(0, 1)
-            values[number, : len(patches)] = patches.flatten(1) / 2 + 0.5
+            is_normalized = form == "embedded patches"  # the other model does it
+            values[number, : len(patches)] = patches.flatten(1) if is_normalized else patches.flatten(1) / 2 + 0.5
             places = torch.cartesian_prod(*(torch.arange(side) for side in document.grids[number][1:]))
             positions[number, : len(places)] = places.flip(1)
         return {"pixel_values": values, "image_position_ids": positions}
@@ -284,8 +289,18 @@ def run(model: Any, document: MediaDocument) -> Tensor:
             inputs = {"pixel_values": inputs["pixel_values"], "image_grid_thw": torch.tensor(document.grids)}
         ids = torch.from_numpy(document.ids)[None]
         if document.has_blocks:
-            name = "mm_token_type_ids" if form(model) == "padded patches" else "token_type_ids"
+            name = "mm_token_type_ids" if form(model) in PADDED else "token_type_ids"
             inputs[name] = (ids == IMAGE).long()
+        if form(model) == "embedded patches":
+            # transformers' forward pass lets images attend in all layers, unlike its `generate` and Gemma 4's class.
+            inputs["attention_mask"] = model.create_masks_for_generate(
+                model.config,
+                torch.zeros(*ids.shape, 1),
+                None,
+                None,
+                None,
+                mm_token_type_ids=inputs["mm_token_type_ids"],
+            )
         output = model(ids, use_cache=False, **inputs)
         return output.logits[0].log_softmax(-1)
     images = [p for p, grid in zip(document.pixels, document.grids, strict=True) if grid[0] == 1]

@@ -49,6 +49,19 @@ CASES = {
         },
         "CP2",
     ),
+    "embedded patches": ("gemma4_unified", {"vision": ALL}, "TP2 SP"),
+    "all of embedded patches": (
+        "gemma4_unified",
+        {
+            "vision": {},
+            "whole": [
+                f"vision.{module}"
+                for module in (*VISION_MODULES[:5], "embedding_norm", "merger")
+                if module != "class_token"
+            ],
+        },
+        "CP2",
+    ),
     "whole projection": ("gemma3", {"vision": {}, "whole": ["vision.merger"]}, "CP2"),
     "crops": ("llava", {"vision": ALL}, "CP2"),
     "whole tower with a norm of embeddings": (
@@ -95,6 +108,8 @@ LONG += (
     "whole tower and visual words",
     "MLP of squares",
     "beside norms of heads",
+    "embedded patches",
+    "all of embedded patches",
     "whole tower with norms of heads",
     "whole tower with an MLP of squares",
 )

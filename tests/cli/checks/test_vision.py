@@ -35,7 +35,7 @@ def vision_notes(model: Path, words: str, gpus: int = 0) -> list[str]:
 def test_a_tower_is_needed(dense: Path, tmp_path: Path, words: str, fix: str) -> None:
     """Of a text model, and of one whose family here is its text part."""
     text_alone = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified"}
-    text_alone |= {"vision_config": {}, "text_config": {}}
+    text_alone |= {"audio_config": {}, "text_config": {}}
     for model in (dense, write_model(tmp_path / "text", text_alone)):
         with pytest.raises(UsageError) as error:
             check(model, words)

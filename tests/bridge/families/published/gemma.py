@@ -105,6 +105,15 @@ GEMMA4_12B = {
         "num_key_value_heads": 8,
     },
     "tie_word_embeddings": True,
+    "vision_config": {
+        "mm_embed_dim": 3840,
+        "mm_posemb_size": 1120,
+        "model_type": "gemma4_unified_vision",
+        "output_proj_dims": 3840,
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "rms_norm_eps": 1e-06,
+    },
 }
 GEMMA4_TOWERS = ("model.vision_tower.std_bias", "model.embed_vision.embedding_projection.weight")
 
