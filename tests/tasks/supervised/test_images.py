@@ -43,6 +43,7 @@ def place(tmp_path_factory) -> Path:
     tiny_vision.internvl(place / "internvl")
     tiny_vision.kimi_vl(place / "kimi_vl")
     tiny_vision.gemma3(place / "gemma3")
+    tiny_vision.gemma4(place / "gemma4")
     tiny_vision.llava(place / "llava")
     tiny_vision.llama4(place / "llama4")
     tiny_vision.kimi_k25(place / "kimi_k25")
@@ -105,6 +106,8 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
         turn = "<|im_assistant|>assistant<|im_middle|>"
     elif model_folder == "gemma3":
         turn, end_token = "<start_of_turn>model\n", "<end_of_turn>"
+    elif model_folder == "gemma4":
+        turn, end_token = "<|turn>model\n", "<turn|>"
     elif model_folder == "llama4":
         turn, end_token = "<|header_start|>assistant<|header_end|>\n\n", "<|eot|>"
     elif model_folder == "llava_onevision":
@@ -153,6 +156,7 @@ FURTHER = (
     "internvl",
     "kimi_vl",
     "gemma3",
+    "gemma4",
     "llava",
     "llama4",
     "kimi_k25",
@@ -190,6 +194,12 @@ def test_a_layout_gives_the_numbers_of_one_process(layout, place):
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n == "padded" else pytest.mark.long) for n in LAYOUTS])
 def test_images_attend_in_both_directions_in_each_layout(layout, place):
     check_layout(place, layout, "gemma3")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_images_attend_so_in_some_layers_in_each_layout(layout, place):
+    check_layout(place, layout, "gemma4")
 
 
 def check_layout(place: Path, layout: str, model: str) -> None:
