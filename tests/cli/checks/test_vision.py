@@ -45,8 +45,8 @@ def test_a_tower_is_needed(dense: Path, tmp_path: Path, words: str, fix: str) ->
 
 def test_a_tower_that_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of a model whose tower has no mapping can be read, and its tower cannot be trained."""
-    text = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified"}
-    monkeypatch.setitem(FAMILIES, "gemma4_unified", FAMILIES["gemma3"])
+    text = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+    monkeypatch.setitem(FAMILIES, "gemma2", FAMILIES["gemma3"])
     assert not has_tower(text | {"vision_config": {"num_hidden_layers": 1}})
     assert has_tower(stand_ins.config("Qwen3-VL-8B-Instruct"))
 
