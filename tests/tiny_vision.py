@@ -4,6 +4,7 @@ Every tensor is random, dimensions differ from one another, and the vocabulary i
 """
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -311,45 +312,49 @@ def gemma3(folder: Path, seed: int = 0) -> Path:
 
 def gemma4(folder: Path, seed: int = 0) -> Path:
     """Write a tiny Gemma 4 with its processor to a folder and return it. Its images have up to 70 tokens."""
-    from transformers import (
-        Gemma4AudioFeatureExtractor,
-        Gemma4Config,
-        Gemma4ForConditionalGeneration,
-        Gemma4ImageProcessor,
-        Gemma4Processor,
-    )
-    from transformers.models.gemma4.video_processing_gemma4 import Gemma4VideoProcessor
+    vision = {
+        "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
+        "intermediate_size": 56, "position_embedding_size": 3 * 70, "standardize": True,
+    }  # fmt: skip
+    return _gemma4(folder, seed, "Gemma4", vision)
+
+
+def gemma4_unified(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny Gemma 4 12B likewise: its visual tokens are patches."""
+    vision = {"pooling_kernel_size": 3, "mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 70}
+    return _gemma4(folder, seed, "Gemma4Unified", vision)
+
+
+def _gemma4(folder: Path, seed: int, kind: str, vision: dict[str, Any]) -> Path:
+    """kind: beginning of the names of transformers' classes"""
+    import transformers
+
+    module = f"{kind.lower().replace('unified', '_unified')}"
+    videos = import_module(f"transformers.models.{module}.video_processing_{module}")
+
+    def of_kind(name: str) -> Any:
+        return getattr(transformers, kind + name)
 
     vocabulary = tokenizer(GEMMA4_SPECIAL, eos="<turn|>", **GEMMA4_NAMES)
     patch = 4
-    processor = Gemma4Processor(
-        Gemma4AudioFeatureExtractor(),
-        Gemma4ImageProcessor(patch_size=patch, max_soft_tokens=70),
+    processor = of_kind("Processor")(
+        of_kind("AudioFeatureExtractor")(),
+        of_kind("ImageProcessor")(patch_size=patch, max_soft_tokens=70),
         vocabulary,
-        Gemma4VideoProcessor(patch_size=patch),
+        getattr(videos, f"{kind}VideoProcessor")(patch_size=patch),
         chat_template=GEMMA4_TEMPLATE,
         image_seq_length=70,
     )
     text = {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision", "bos_token_id": 2}
     names = {f"{name}_id": vocabulary.convert_tokens_to_ids(token) for name, token in GEMMA4_NAMES.items()}
     names["eoa_token_index"] = names.pop("eoa_token_id")
-    config = Gemma4Config(
+    config = of_kind("Config")(
         text_config=_text(gemma4_text.ROPES) | gemma4_text.SETTINGS | text | {"eos_token_id": 5},
-        vision_config={
-            "num_hidden_layers": 3,
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": 8,
-            "intermediate_size": 56,
-            "patch_size": patch,
-            "position_embedding_size": 3 * 70,
-            "standardize": True,
-        },
+        vision_config=vision | {"patch_size": patch},
         video_token_id=vocabulary.convert_tokens_to_ids("<|video|>"),
         **names,
     )
-    return _save(folder, Gemma4ForConditionalGeneration, config, processor, seed)
+    return _save(folder, of_kind("ForConditionalGeneration"), config, processor, seed)
 
 
 def llava(folder: Path, seed: int = 0) -> Path:
@@ -388,6 +393,7 @@ FAMILIES = {
     "llava": llava,
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "gemma4_unified": gemma4_unified,
     "kimi_vl": kimi_vl,
     "kimi_k25": kimi_k25,
     "internvl": internvl,

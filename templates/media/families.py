@@ -5,7 +5,7 @@ the other forms.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ..formats.medium import MediaKind
@@ -18,6 +18,7 @@ Processor = Literal[
     "kimi_k25",
     "gemma3",
     "gemma4",
+    "gemma4_unified",
     "llava",
     "llama4",
     "onevision",
@@ -209,6 +210,7 @@ FAMILIES = {
     "kimi_k25": KIMI_K25,
     "gemma3": GEMMA,
     "gemma4": GEMMA4,
+    "gemma4_unified": replace(GEMMA4, processor="gemma4_unified"),
     "llava": LLAVA,
     "llama4": LLAMA,
     "llava_onevision": ONEVISION,

@@ -412,7 +412,8 @@ class BudgetImages(ImageRules):
         for grid, patches in images:
             squares = self.joined(grid, patches).unfold(1, side, side).unfold(2, side, side)
             values = squares.permute(1, 2, 3, 4, 0).flatten(2).flatten(0, 1)
-            pixels.append((values * 127.5 + 127.5).round() * (1 / 255))
+            (mean, *_), (std, *_) = self.normalization
+            pixels.append((255 * (values * std + mean)).round() * (1 / 255))
             positions.append(torch.cartesian_prod(torch.arange(grid[1]), torch.arange(grid[2])).flip(1))
         return {
             "pixel_values": pad_sequence(pixels, batch_first=True),
@@ -462,3 +463,13 @@ def smart_resize(
         growth = math.sqrt(least / (frames * height * width))
         return tuple(math.ceil(side * growth / factor) * factor for side in (height, width))  # type: ignore[return-value]
     return new_height, new_width
+
+
+class WholeSquareImages(BudgetImages):
+    """Rules of the processor of Gemma 4 12B: a patch is a whole visual token, whose pixels stay from 0 to 1."""
+
+    normalization = (0.0,) * 3, (1.0,) * 3
+
+    def __init__(self, processor: Any, tokens: tuple[int, int, int], reserved_ids: tuple[int, ...]):
+        super().__init__(processor, tokens, reserved_ids)
+        self.patch_size, self.merge_size = self.factor, 1

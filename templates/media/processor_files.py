@@ -20,6 +20,7 @@ from .image_rules import (
     PixtralImages,
     QwenImages,
     SquareImages,
+    WholeSquareImages,
 )
 from .limits import MediaLimits
 from .tile_rules import InternImages, LlamaImages, LlamaTokens, OneVisionImages, OvisImages, OvisTokens
@@ -186,7 +187,9 @@ def image_rules(
         case "gemma3":
             return _gemma3_rules(folder, processor)
         case "gemma4":
-            return _gemma4_rules(folder, processor, tokenizer)
+            return _gemma4_rules(folder, processor, tokenizer, BudgetImages)
+        case "gemma4_unified":
+            return _gemma4_rules(folder, processor, tokenizer, WholeSquareImages)
         case "llama4":
             return _llama4_rules(folder, processor, tokenizer)
         case "ovis2":
@@ -341,7 +344,7 @@ def _gemma3_rules(folder: Path, processor: Any) -> SquareImages:
     return SquareImages(side, patch, side // patch // math.isqrt(tokens))
 
 
-def _gemma4_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> BudgetImages:
+def _gemma4_rules(folder: Path, processor: Any, tokenizer: Tokenizer, kind: type[BudgetImages]) -> BudgetImages:
     model = read_json(folder / "config.json")
     vision = model["vision_config"]
     start, image, end = (
@@ -360,7 +363,7 @@ def _gemma4_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> BudgetI
     expected |= {name: model.get(name, token) for name, token in tokens.items()}
     _check_same(folder, actual | tokens, expected)
     others = (model.get(f"{kind}_token_id") for kind in ("video", "audio"))
-    return BudgetImages(processor, (start, image, end), tuple(token for token in others if token is not None))
+    return kind(processor, (start, image, end), tuple(token for token in others if token is not None))
 
 
 def _llava_rules(folder: Path, processor: Any) -> CroppedImages:

@@ -16,7 +16,7 @@ from tests import tiny_vision
 pytestmark = pytest.mark.slow
 PLACEHOLDERS = {"qwen3_vl": "<|image_pad|>", "glm4v": "<|image|>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
 PLACEHOLDERS |= {"llama4": "<|image|>", "kimi_k25": "<|media_pad|>", "llava_onevision": "<image>"}
-PLACEHOLDERS |= {"ovis2": "<image>", "gemma4": "<|image|>"}
+PLACEHOLDERS |= {"ovis2": "<image>", "gemma4": "<|image|>", "gemma4_unified": "<|image|>"}
 
 # In the requests of a run, which has another than the texts of processors.
 IMAGE = {"llama4": "<|patch|>", "ovis2": "<IMG_ATOM>"}
@@ -67,7 +67,7 @@ def test_inputs_are_those_of_the_processor(family: str, tmp_path) -> None:
         assert inputs.keys() == given.keys() - {"input_ids", "attention_mask", "mm_token_type_ids", "batch_num_images"}
         if family == "llava_onevision":  # whose tower does not see the last pixels of a tile
             given["pixel_values"][..., 28:, :] = given["pixel_values"][..., 28:] = 0
-        if family == "gemma4":  # padded to the most patches, and not to those of the largest image
+        if family.startswith("gemma4"):  # padded to the most patches, and not to those of the largest image
             most = inputs["pixel_values"].shape[1]
             assert not given["pixel_values"][:, most:].any()
             given |= {name: given[name][:, :most] for name in ("pixel_values", "image_position_ids")}
