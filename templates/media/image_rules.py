@@ -408,11 +408,12 @@ class BudgetImages(ImageRules):
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
+        assert self.normalization is not None
+        (mean, *_), (std, *_) = self.normalization
         pixels, positions, side = [], [], self.patch_size
         for grid, patches in images:
             squares = self.joined(grid, patches).unfold(1, side, side).unfold(2, side, side)
             values = squares.permute(1, 2, 3, 4, 0).flatten(2).flatten(0, 1)
-            (mean, *_), (std, *_) = self.normalization
             pixels.append((255 * (values * std + mean)).round() * (1 / 255))
             positions.append(torch.cartesian_prod(torch.arange(grid[1]), torch.arange(grid[2])).flip(1))
         return {
