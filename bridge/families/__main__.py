@@ -93,8 +93,8 @@ Mistral 3 and LLaVA 1.5. Others are untested; known are:
   PixtralRotaryEmbedding. 0.32 makes other tokens of an image for LLaVA-OneVision than training, which ends a run, and
   wants the published names of the towers of both LLaVAs, not those that transformers saves;
 - Ovis2 in transformers' naming: vLLM's class asks its processor for a method that it lacks;
-- images of Gemma 3 and 4 are refused: the build of 0.26 lets their tokens attend from left to right alone, which gives the
-  numbers of transformers without the images' token types;
+- images of Gemma 3 are refused: the build of 0.26 lets their tokens attend from left to right alone, which gives the
+  numbers of transformers without the images' token types; those of Gemma 4 too, which were not tried;
 - thinkers of Omni models saved by themselves (`*_thinker`) are refused: vLLM has no class for them;
 - GLM-4.1V: vLLM leaves out the biases of queries, keys and values unless config.json has `attention_bias`;
 - Qwen3.5: neither build has gated delta nets in float32;
