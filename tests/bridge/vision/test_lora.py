@@ -11,7 +11,8 @@ from tests.bridge.vision import FAMILIES, LAYOUTS
 from tests.torchrun import torchrun
 
 ALL = {"freeze_vit": False, "freeze_aligner": False}
-CLASS_TOKEN_ONLY = "class_token", "embedding_norm"
+NOT_IN_GLM = "pixel_norm", "class_token", "embedding_norm"
+EMBEDDER_MODULES = "pixel_norm", "patch_embed", "patch_norm", "position_embeddings", "embedding_norm", "merger"
 CLASS_TOKEN_MODULES = "patch_embed", "class_token", "position_embeddings", "layers", "merger"
 CASES = {
     "language model": ("qwen3_vl", {"vision": {}}, "TP2 SP"),
@@ -35,7 +36,7 @@ CASES = {
     ),
     "whole tower behind norms": (
         "glm4v",
-        {"vision": {}, "whole": [f"vision.{module}" for module in VISION_MODULES if module not in CLASS_TOKEN_ONLY]},
+        {"vision": {}, "whole": [f"vision.{module}" for module in VISION_MODULES if module not in NOT_IN_GLM]},
         "TP2 SP",
     ),
     "pooled squares": ("gemma3", {"vision": ALL}, "TP2 SP"),
@@ -52,14 +53,7 @@ CASES = {
     "embedded patches": ("gemma4_unified", {"vision": ALL}, "TP2 SP"),
     "all of embedded patches": (
         "gemma4_unified",
-        {
-            "vision": {},
-            "whole": [
-                f"vision.{module}"
-                for module in (*VISION_MODULES[:5], "embedding_norm", "merger")
-                if module != "class_token"
-            ],
-        },
+        {"vision": {}, "whole": [f"vision.{module}" for module in EMBEDDER_MODULES]},
         "CP2",
     ),
     "whole projection": ("gemma3", {"vision": {}, "whole": ["vision.merger"]}, "CP2"),
