@@ -6,7 +6,7 @@ import torch
 
 from tests.tiny_vision_text import SPECIAL, VOCABULARY
 
-LEARNED_BUFFERS = "layer_scalar", "std_bias", "std_scale"  # of Gemma 4, in its checkpoints
+LEARNED_BUFFERS = "layer_scalar", "std_bias", "std_scale"  # Gemma 4's, in its checkpoints
 # Settings of a decoder of DeepSeek-V3's shape, beside `_text`.
 LATENT_EXPERTS = {
     "num_key_value_heads": 4, "kv_lora_rank": 18, "q_lora_rank": None, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,

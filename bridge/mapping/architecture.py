@@ -242,7 +242,7 @@ class Vision(TowerLayers):
     pools_squares: bool = False
     merger_eps: float | None = None
     scales_means: bool = False
-    standardizes: bool = False  # with `scales_means`: (x - bias) * scale by tensors of the checkpoint, not trained
+    standardizes: bool = False  # (x - bias) * scale by tensors of the checkpoint, not trained; needs `scales_means`
     square_mlp_size: int | None = None  # width of both layers of an MLP over each square
     # The features of an image's tiles are put together, without padding, with a learned one behind each row; they are
     # reduced to those of so many tiles. See layers/tile_features.py.

@@ -362,8 +362,8 @@ def _gemma4_rules(folder: Path, processor: Any, tokenizer: Tokenizer, kind: type
     tokens = {"image_token_id": image, "boi_token_id": start, "eoi_token_id": end}
     expected |= {name: model.get(name, token) for name, token in tokens.items()}
     _check_same(folder, actual | tokens, expected)
-    others = (model.get(f"{kind}_token_id") for kind in ("video", "audio"))
-    return kind(processor, (start, image, end), tuple(token for token in others if token is not None))
+    other_ids = (model.get(f"{medium}_token_id") for medium in ("video", "audio"))
+    return kind(processor, (start, image, end), tuple(token for token in other_ids if token is not None))
 
 
 def _llava_rules(folder: Path, processor: Any) -> CroppedImages:

@@ -19,7 +19,7 @@ FURTHER = "qwen3_5", "glm4v", "glm46v", "mistral3", "internvl", "llama4", "kimi_
 FURTHER += "gemma4", "gemma4_unified"
 IMAGES_ONLY = "mistral3", "internvl", "llama4", "kimi_k25", "ovis2", "gemma4", "gemma4_unified"
 VIDEOS_ALONE = "glm4", "llava_onevision"  # transformers takes no image beside a video, or has another order
-SEEDS = {"gemma4": 4, "gemma4_unified": 3}  # with which answers differ
+SEEDS = {"gemma4": 4, "gemma4_unified": 3}  # answers differ with these
 NEW_TOKENS = 10
 
 

@@ -31,7 +31,7 @@ TAKEN = (
 LATENT_FAMILIES = ("glm4_moe_lite", "deepseek_v2", "deepseek_v2 Lite", "deepseek_v3")
 UNGATED = "is_act_and_mul=False is supported only for CUDA, XPU and ROCm"
 LATENT, MAMBA = "MLA is not supported on CPU", "module 'triton' has no attribute 'next_power_of_2'"
-REFUSED = {  # by the build for CPUs of vLLM 0.26, and why
+REFUSED = {  # why the build for CPUs of vLLM 0.26 refuses them
     "nemotron_h": UNGATED,
     "kimi_linear": LATENT,
     **dict.fromkeys(LATENT_FAMILIES, LATENT),
@@ -42,7 +42,7 @@ if IS_0_32:
     TAKEN += (*LATENT_FAMILIES, "granitemoehybrid", "falcon_h1")
     # Its kernels for Kimi delta attention are Triton's, which the build lacks.
     REFUSED = {"nemotron_h": UNGATED, "kimi_linear": "'_lib_fn_wrapper' object has no attribute 'get'"}
-SETTINGS: dict[str, dict[str, Any]] = {  # of vLLM
+SETTINGS: dict[str, dict[str, Any]] = {  # vLLM's
     "kimi_linear": LATENT_SETTINGS | {"enable_prefix_caching": False},
     **dict.fromkeys(LATENT_FAMILIES, LATENT_SETTINGS),
 }

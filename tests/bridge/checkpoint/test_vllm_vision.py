@@ -26,8 +26,9 @@ pytestmark = [
 ]
 HIDDEN, HEAD = 128, 32  # vLLM's attention takes few sizes of heads
 TAKEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl", "llama4")
-REFUSED = {  # by vLLM or its build for CPUs, and why: patterns
-    "qwen3_5": 'CPU GDN attention requires BF16|"causal_conv1d_fwd_kernel_impl" not implemented',  # by the CPU
+REFUSED = {  # patterns: why vLLM, or its build for CPUs, refuses them
+    # One on each kind of CPU.
+    "qwen3_5": 'CPU GDN attention requires BF16|"causal_conv1d_fwd_kernel_impl" not implemented',
     "ovis2": "'Ovis2Processor' object has no attribute '_get_num_multimodal_tokens'",
 }
 # vLLM 0.26 imports it for these classes, and transformers 5.17 has no more.
@@ -39,7 +40,7 @@ if IS_0_32:
     REFUSED |= {"llava_onevision": "the engine's prompt has 53 tokens with those of its 1 images"}
 else:
     REFUSED |= dict.fromkeys((*SINCE_0_32, "llava_onevision"), PIXTRAL)
-TOWERS = {"llava", "llava_onevision"}  # whose published files have another name of the tower than transformers saves
+TOWERS = {"llava", "llava_onevision"}  # published files have another name of the tower than transformers saves
 
 
 def widen(folder: Path) -> None:

@@ -366,8 +366,8 @@ def _change_blocks(change: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
 def _blocks_everywhere(model: Model) -> Any:
     make = packed_seqs.make_packed_seqs
 
-    def changed(*arguments: Any, **others: Any) -> Any:
-        return make(*arguments, **others | {"blocks_in_windows": False})
+    def changed(*arguments: Any, **settings: Any) -> Any:
+        return make(*arguments, **settings | {"blocks_in_windows": False})
 
     return mock.patch("megaswift.bridge.model.model.make_packed_seqs", changed)
 

@@ -231,7 +231,7 @@ def test_completions_are_those_of_training(model: str, data: str, omni: Place, c
     """In transformers' engine and behind a server."""
     checkpoint(model)
     flags = f"--model {model} --dataset {data}.jsonl {ALL} --beta 0 --steps_per_generation 1"
-    if model == "gemma4":  # whose third step has placeholders within completions, which transformers takes for padding
+    if model == "gemma4":  # its third step has placeholders within completions, which transformers takes for padding
         flags += " --train_iters 2"
     run = omni.run(flags)
     assert max(row[f"{DIFFERENCE}/max"] for row in run.steps) < 1e-4

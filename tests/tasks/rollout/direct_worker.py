@@ -46,7 +46,7 @@ def run(job: dict[str, Any], place: Path) -> dict[str, Any]:
         vllm_max_model_len=128,
         vllm_max_num_seqs=8,
         vllm_tensor_parallel_size=job["ranks"],
-        vllm_engine_kwargs=with_normalizing_processor({}),  # of loaded weights too: models with the same tensors
+        vllm_engine_kwargs=with_normalizing_processor({}),  # loaded weights too: models with the same tensors
     )
     vision = job.get("vision", False)
     config = read_config(folders[0])

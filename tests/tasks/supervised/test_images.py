@@ -197,7 +197,7 @@ def test_images_attend_in_both_directions_in_each_layout(layout, place):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"packed"}))  # whose packs are too short for these images
+@pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"packed"}))  # packs are too short for these images
 def test_images_attend_so_in_some_layers_in_each_layout(layout, place):
     check_layout(place, layout, "gemma4")
 

@@ -147,7 +147,7 @@ def pixels_of(expected: dict, kind: str) -> torch.Tensor | None:
         patch = math.isqrt(values.shape[2] // 3)
         patches = values.unflatten(2, (patch, patch, 3)).permute(0, 1, 4, 2, 3)
         images = [(image[: math.prod(grid)], grid) for image, grid in zip(patches, grids_of(expected), strict=True)]
-        if patch == 12:  # of Gemma 4 12B, whose visual tokens are patches
+        if patch == 12:  # Gemma 4 12B: visual tokens are patches
             return torch.cat([image.flatten(1) for image, _ in images])
         pixels = [squares_of(image, *grid[1:], side=3) for image, grid in images]
         return 2 * (torch.cat(pixels) - 0.5)  # as the model then does
@@ -262,7 +262,7 @@ def test_rows_are_what_transformers_makes(prepared) -> None:
         for kind in seen:
             pixels = getattr(batch.media, f"{kind}_pixels")
             if (values := pixels_of(expected, kind)) is not None:
-                tolerance = 1e-6 if vision.model_type.startswith("gemma4") else 0  # which round otherwise
+                tolerance = 1e-6 if vision.model_type.startswith("gemma4") else 0  # they round otherwise
                 torch.testing.assert_close(normalised(vision, pixels, kind), values, rtol=0, atol=tolerance)
                 seen[kind] += 1
             else:
