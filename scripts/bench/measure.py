@@ -24,12 +24,14 @@ def measure(
     timeout: float,
     read: Callable[[dict[str, Any]], Step | None],
     is_complete: Callable[[], bool] = lambda: True,
+    enough: int | None = None,
 ) -> tuple[list[Step], str | None]:
     """Run `command` until its `log` (JSON lines) has `steps` steps, then kill it with its descendants.
 
     is_complete: is waited for after the last step, before the process is killed.
+    enough: steps that will do if the time is up; None: all.
     The checkpoint that it would save next is not part of a step. Returns the steps, each with `at`, the seconds from
-    the start of the command to its log line, and an error message, None if all steps were logged.
+    the start of the command to its log line, and an error message, None if enough steps were logged.
     """
     records: list[Step] = []
     with console_log.open("w") as output:
@@ -49,7 +51,7 @@ def measure(
             code = process.poll()
         finally:
             kill_with_descendants(process)
-    if len(records) >= steps and is_complete():
+    if len(records) >= (steps if enough is None or code is not None else enough) and is_complete():
         return records, None
     problem = f"took more than {timeout:.0f} s" if code is None else f"ended with code {code}"
     return records, f"{problem} after {len(records)} of {steps} steps: {_error_line(console_log)}"

@@ -82,9 +82,13 @@ def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: floa
             folder / "out" / "logging.jsonl",
             folder / "printed.log",
             steps=steps + 3 if is_traced else steps,
+            enough=steps + 3 if is_traced else result["warmup"] + 1,
             timeout=timeout,
             read=lambda line: step_of(system, line, gpus),
         )
+        if not result["error"] and len(result["steps"]) < steps:
+            print(f"   {len(result['steps'])} of {steps} steps in {timeout:.0f} s", flush=True)
+            result["last_step"] = len(result["steps"])
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         result["error"] = str(error)
     return result

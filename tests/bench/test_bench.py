@@ -280,6 +280,18 @@ def test_a_run_that_fails_says_why(tmp_path):
         assert error.startswith(why)
 
 
+def test_steps_of_a_run_whose_time_is_up(tmp_path):
+    log = tmp_path / "out" / "logging.jsonl"
+    words = [sys.executable, "-c", STAND_IN, str(log), "1000"]
+    for enough, is_error in ((1, False), (10**6, True)):
+        log.unlink(missing_ok=True)
+        steps, error = measure.measure(
+            words, {}, log, tmp_path / "printed", steps=10**6, timeout=3, read=lambda line: line, enough=enough
+        )
+        assert steps
+        assert (error is not None) == is_error
+
+
 def test_a_command_that_fails_or_hangs_says_so(tmp_path):
     log = tmp_path / "log"
     assert 0 < measure.run_command([sys.executable, "-c", "print(1)"], {}, log, timeout=300) < 60
