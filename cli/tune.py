@@ -120,15 +120,15 @@ def _launch(options: SftOptions) -> TrainingLaunch:
 def _gpu(launch: TrainingLaunch) -> "Gpu":
     """Return the kind of GPU whose plan orders the layouts."""
     from ..tasks.plan.run_plan import Gpu
-    from ..tasks.system.memory import available_host_memory
+    from ..tasks.system.memory import available_host_memory, host_memory_share
 
     per_node = launch.processes.per_node
     if not launch.gpus:
-        return Gpu(WITHOUT_GPU, available_host_memory() / per_node, per_node)
+        return Gpu(WITHOUT_GPU, available_host_memory() / per_node, per_node, host_memory=0)
     model = gpu_model(launch.placement.training[0])
     if model is None:
         raise UsageError(f"{NAME}: nvidia-smi does not say which GPUs these are. Try layouts by hand.")
-    return Gpu(*model, per_node)
+    return Gpu(*model, per_node, host_memory_share(per_node))
 
 
 def _new_folder(tune: TuneOptions, options: SftOptions) -> Path:

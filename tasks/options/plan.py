@@ -79,11 +79,11 @@ class PlanOptions:
     accumulate_allreduce_grads_in_fp32: Annotated[bool, "Accumulate and reduce gradients in fp32."] = True
     optimizer_offload_fraction: Annotated[float, "Share of the optimizer's state that is kept there.", "[0, 1]"] = 1.0
     cpu_offloading_num_layers: Annotated[
-        int,
+        int | None,
         "Keep the activations of the first N layers of each pipeline stage in host memory. All layers are recomputed "
-        "then, unless --recompute is set.",
+        "then, unless --recompute is set. Default: searched.",
         "[0, inf)",
-    ] = 0
+    ] = None
     rows: Annotated[int, "Layouts to print.", "(0, inf)"] = 8
 
     @property

@@ -29,9 +29,12 @@ FLAGS = {
 }
 RECOMPUTE_FLAGS = "recompute_granularity", "recompute_modules"
 RECOMPUTED_LAYERS = "recompute_method", "recompute_num_layers"
-LAYOUT_FLAGS = *FLAGS.values(), *RECOMPUTE_FLAGS, *RECOMPUTED_LAYERS
-ALWAYS_SET = [*(flag for name, flag in FLAGS.items() if name not in DIVISION), *RECOMPUTE_FLAGS]  # by each plan
-PLANNED_VALUES = {"cpu_offloading": (False,), "recompute_modules": (["core_attn"], ["mlp"], ["core_attn", "mlp"])}
+OFFLOAD_FLAGS = "cpu_offloading", "cpu_offloading_num_layers"
+LAYOUT_FLAGS = *FLAGS.values(), *RECOMPUTE_FLAGS, *RECOMPUTED_LAYERS, *OFFLOAD_FLAGS
+ALWAYS_SET = [  # by each plan
+    *(flag for name, flag in FLAGS.items() if name not in DIVISION), *RECOMPUTE_FLAGS, "cpu_offloading",
+]  # fmt: skip
+PLANNED_VALUES = {"recompute_modules": (["core_attn"], ["mlp"], ["core_attn", "mlp"])}
 FIX = "Set the layout's flags instead (`megatron plan` prints them)"
 
 
@@ -115,6 +118,8 @@ def _search(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any]) -> Search:
     if any(name in values for name in RECOMPUTED_LAYERS):
         is_block = values.get("recompute_method") == "block"
         pins["recomputed"] = values.get("recompute_num_layers") if is_block else None
+    if "cpu_offloading" in values:
+        pins["offloaded"] = values.get("cpu_offloading_num_layers", 0) if values["cpu_offloading"] else 0
     assert gpu.machine is not None
     return search(plan.work, plan.layout.gpus, gpu.machine, gpu.memory - OUTSIDE, pins)
 

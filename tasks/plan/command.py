@@ -53,7 +53,7 @@ def run(options: PlanOptions, sources: dict[str, str]) -> int:
 
 def _check_offload(options: PlanOptions, work: Workload) -> None:
     """Raise ValueError for an offload of activations that a run refuses."""
-    layers, total = options.cpu_offloading_num_layers, work.config.num_layers
+    layers, total = options.cpu_offloading_num_layers or 0, work.config.num_layers
     if layers > total:
         raise ValueError(f"--cpu_offloading_num_layers {layers}: the model has {total} layers. Set at most these")
     if layers and options.fp8_format:
@@ -96,8 +96,6 @@ def _command(options: PlanOptions, work: Workload, plan: Plan) -> str:
         words.insert(-1, f"--mtp_num_layers {options.mtp_num_layers}")
         if work.parameters.tower.total:
             words.insert(-1, "--language_model_only true")
-    if options.cpu_offloading_num_layers:
-        words.insert(-1, f"--cpu_offloading true --cpu_offloading_num_layers {options.cpu_offloading_num_layers}")
     for name in (*tower_flags, "fp8_format", "fp8_param_gather", *types, "optimizer_offload_fraction"):
         if (value := getattr(options, name)) != getattr(PlanOptions(), name):
             words.insert(-1, f"--{name} {str(value).lower()}")
@@ -117,6 +115,7 @@ def _pins(options: PlanOptions) -> dict[str, object]:
         "micro_batch": options.micro_batch_size,
         "recompute": options.recompute and [options.recompute],
         "offloads": options.optimizer_cpu_offload,
+        "offloaded": options.cpu_offloading_num_layers,
     }
     pins: dict[str, object] = {name: value for name, value in values.items() if value is not None}
     if options.cpu_offloading_num_layers:  # otherwise more leaves than the host holds, or the links carry

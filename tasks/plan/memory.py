@@ -87,7 +87,6 @@ class Workload:
     offload_fraction: float = 1.0  # share of AdamW's state, in layouts with it on the host
     fp8: Fp8 | None = None  # None: bf16
     tower: TowerWork | None = None  # None: none is built
-    offloaded_layers: int = 0  # first layers of each pipeline stage whose activations are kept on the host
     gathers_keys: bool = False  # context parallelism gathers keys and values; False: sends them in a ring
     gpu_bytes: float = 80 * GIB  # memory of a GPU
 
@@ -147,6 +146,12 @@ class Workload:
         firsts: dict[tuple[Layer, bool], int] = {}
         layers = range(self.config.num_layers)
         return [firsts.setdefault((self.layer(layer), self.is_sparse(layer)), layer) for layer in layers]
+
+    @cached_property
+    def has_usual_attention(self) -> bool:
+        """Return whether all layers have attention that is not latent."""
+        is_latent, layers = self.config.multi_latent_attention, range(self.config.num_layers)
+        return not is_latent and all(self.layer(layer).mixer == "attention" for layer in layers)
 
     @property
     def has_frozen_experts(self) -> bool:
@@ -242,7 +247,7 @@ def _memory_of_stage(
         saved = [total - within for total, within in zip(saved, within_mlps, strict=True)]
     state = BYTES * work.config.hidden_size / layout.tensor
     kept = [recomputed * state + (1 - recomputed) * total for total in saved]
-    offloaded = kept[: work.offloaded_layers]
+    offloaded = kept[: layout.offloaded]
     activations = tokens * in_flight * (sum(kept) - sum(offloaded))
     resident = min(RESIDENT_LAYERS, len(offloaded))
     activations += tokens * resident * (max(offloaded, default=0.0) + kept_attention_bytes(work, layout))
@@ -283,13 +288,13 @@ def kept_attention_bytes(work: Workload, layout: GpuLayout) -> float:
     It is not computed again then. Transformer Engine's ring of context parallelism keeps none.
     """
     is_local = layout.context == 1 or work.gathers_keys
-    keeps = work.offloaded_layers and layout.recompute == "full" and is_local
+    keeps = layout.offloaded and layout.recompute == "full" and is_local
     return BYTES * _head_values(work.config)[1] / layout.tensor if keeps else 0.0
 
 
 def offloaded_bytes(work: Workload, layout: GpuLayout, layers: range) -> float:
     """Return the bytes per token that a stage's layers send to the host in a forward pass."""
-    offloaded = layers[: work.offloaded_layers]
+    offloaded = layers[: layout.offloaded]
     if layout.recompute == "full":
         state = BYTES * work.config.hidden_size / layout.tensor
         return len(offloaded) * (state + kept_attention_bytes(work, layout))

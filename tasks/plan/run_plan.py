@@ -1,6 +1,7 @@
 """Memory plan of a training run by its options: whether it can fit on its GPUs, and the nearest layout that fits."""
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -61,11 +62,12 @@ class Gpu:
     name: str  # torch's name
     memory: float  # bytes that a process sees
     per_node: int
+    host_memory: float = math.inf  # bytes that a process may fill
 
     @property
     def machine(self) -> Machine | None:
         """Speed of the GPU; None if it is not known."""
-        return Machine.of(self.name, self.per_node)
+        return Machine.of(self.name, self.per_node, self.host_memory)
 
 
 class UnplannedRunError(ValueError):
@@ -183,7 +185,6 @@ def plan_options(options: SftOptions, world: int, images: Images = ASSUMED_IMAGE
         main_params_dtype=options.optimizer.main_params_dtype,
         accumulate_allreduce_grads_in_fp32=options.build.accumulate_allreduce_grads_in_fp32,
         cp_comm_type=_exchange(options.build.cp_comm_type),
-        cpu_offloading_num_layers=options.build.cpu_offloading_num_layers if options.build.cpu_offloading else 0,
     )
 
 
@@ -208,6 +209,7 @@ def layout_of(options: SftOptions, world: int) -> GpuLayout:
         build.decoder_first_pipeline_num_layers,
         build.decoder_last_pipeline_num_layers,
         build.recompute_num_layers if build.recompute_method == "block" else None,
+        build.cpu_offloading_num_layers if build.cpu_offloading else 0,
     )
 
 
@@ -260,7 +262,7 @@ def _has_measured_activations(options: SftOptions, work: Workload, layout: GpuLa
         and not (layout.context > 1 and (work.tower or model_type == "gpt_oss"))
         and not flag_value(options, "enable_dft_loss", False)
         and {"core_attn", "mlp"}.issuperset(options.build.recompute_modules)
-        and not (work.offloaded_layers and layout.recompute != "full")
+        and not (layout.offloaded and layout.recompute != "full")
         and all(name in MEASURED_FLAGS for name in _changed(options.build))
     )
 

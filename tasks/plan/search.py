@@ -6,12 +6,13 @@ from itertools import islice, product
 from typing import Any
 
 from .gpu_layout import RECOMPUTE, GpuLayout
-from .memory import Memory, Workload, memory_of_rank
+from .memory import Memory, Workload, host_bytes, memory_of_rank
 from .speed import Machine, StepTime, step_time
 
 MICRO_BATCHES = 1, 2, 4, 8, 16
 DIVISION = "virtual", "first", "last"
 VIRTUAL = 2, 3, 4  # chunks of a pipeline stage
+WORTH = 1.03  # speedup for which activations are kept on the host
 UNEVEN = 2  # numbers of layers that are tried for the last stage, those nearest to an even split
 
 
@@ -57,7 +58,9 @@ def search(work: Workload, gpus: int, machine: Machine, memory: float, pins: Map
         for offloads in [pins["offloads"]] if "offloads" in pins else (False, True):
             choices = _memory_choices(work, replace(layout, offloads=bool(offloads)), pins)
             timed = [(step_time(work, choice, machine), choice) for choice in choices]
-            for time, choice in sorted(timed, key=lambda pair: pair[0].total):
+            for time, choice in sorted(timed, key=lambda pair: pair[0].total * (WORTH if pair[1].offloaded else 1)):
+                if not _fits_host(work, choice, machine):
+                    continue
                 plan = Plan(choice, memory_of_rank(work, choice), time)
                 if plan.memory.total <= memory:
                     fits.append(plan)
@@ -78,7 +81,7 @@ def smallest_cluster(work: Workload, machine: Machine, memory: float, pins: Mapp
     return next((gpus for gpus in sizes if search(work, gpus, machine, memory, pins).plans), None)
 
 
-def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, object]) -> Iterator[GpuLayout]:
+def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, Any]) -> Iterator[GpuLayout]:
     """Yield the layouts that the model and the batch allow, without recomputation and offload."""
     config = work.config
     powers = [2**power for power in range(11) if 2**power <= gpus]
@@ -99,7 +102,7 @@ def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, obj
             yield from _divisions(work, layout, pins)
 
 
-def _divisions(work: Workload, layout: GpuLayout, pins: Mapping[str, object]) -> Iterator[GpuLayout]:
+def _divisions(work: Workload, layout: GpuLayout, pins: Mapping[str, Any]) -> Iterator[GpuLayout]:
     """Yield the layout with its layers divided evenly, over virtual stages, and with fewer on the last stage."""
     stages, layers = layout.pipeline, work.config.num_layers
     divisions: list[tuple[Any, Any, Any]] = [(1, None, None)]  # virtual stages, layers of the first and the last stage
@@ -113,7 +116,7 @@ def _divisions(work: Workload, layout: GpuLayout, pins: Mapping[str, object]) ->
         # megatron-core's interleaved schedule takes as many micro batches as stages at a time.
         is_interleaved = stages > 1 and layout.micro_batches(work.global_batch) % stages == 0
         is_valid = (virtual == 1 or is_interleaved) and (stages > 1 or first is last is None) and choice.divides(layers)
-        if is_valid and min(map(len, choice.stages(layers))) >= work.offloaded_layers:
+        if is_valid and min(map(len, choice.stages(layers))) >= pins.get("offloaded", 0):
             yield choice
 
 
@@ -142,7 +145,24 @@ def _memory_choices(work: Workload, layout: GpuLayout, pins: Mapping[str, Any]) 
     for recompute in allowed:
         counts = [pins["recomputed"]] if "recomputed" in pins else _recomputed_layers(work, layout)
         for recomputed in counts if recompute == "full" else [None]:
-            yield replace(layout, recompute=recompute, recomputed=recomputed)
+            choice = replace(layout, recompute=recompute, recomputed=recomputed)
+            for offloaded in [pins["offloaded"]] if "offloaded" in pins else _offloaded_layers(work, choice):
+                yield replace(choice, offloaded=offloaded)
+
+
+def _offloaded_layers(work: Workload, layout: GpuLayout) -> list[int]:
+    """Return numbers of layers of each stage whose activations may go to the host: none, or all of them.
+
+    All go only where they are inputs of recomputed layers: the links would not carry the others.
+    """
+    is_planned = work.has_usual_attention and not work.fp8 and not work.tower
+    if layout.recompute != "full" or layout.recomputed is not None or not is_planned:
+        return [0]
+    return [0, min(map(len, layout.stages(work.config.num_layers)))]
+
+
+def _fits_host(work: Workload, layout: GpuLayout, machine: Machine) -> bool:
+    return not (layout.offloads or layout.offloaded) or host_bytes(work, layout) <= machine.host_memory
 
 
 def _recomputed_layers(work: Workload, layout: GpuLayout) -> list[int | None]:

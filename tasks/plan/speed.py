@@ -61,12 +61,13 @@ class Machine:
     per_node: int = 8
     bandwidth: float = GPUS["h200"].bandwidth  # bytes a second of a GPU's memory
     link: float = GPUS["h200"].link  # bytes a second between GPUs of a node, both directions together
+    host_memory: float = math.inf  # bytes of a GPU's share of the host
 
     @classmethod
-    def of(cls, name: str, per_node: int = 8) -> "Machine | None":
+    def of(cls, name: str, per_node: int = 8, host_memory: float = math.inf) -> "Machine | None":
         """Return the machine of GPUs with torch's `name`; None if their speed is not known."""
         peak, kind = peak_flops(name), gpu_kind(name)
-        return cls(peak, per_node, kind.bandwidth, kind.link) if peak else None
+        return cls(peak, per_node, kind.bandwidth, kind.link, host_memory) if peak else None
 
 
 class StepTime(NamedTuple):

@@ -52,7 +52,6 @@ def make_workload(hf_config: HfConfig, transformers_config: object, options: Pla
         options.optimizer_offload_fraction,
         _fp8(config, options),
         tower,
-        options.cpu_offloading_num_layers,
         prefers_gathered_keys(options.cp_comm_type, architecture)
         and (options.cp_comm_type is not None or flash_attention.is_installed()),
     )

@@ -13,6 +13,7 @@ from ..options import ReferenceOptions, SftOptions
 from ..options.rollout import EngineOptions
 
 GIB = 2**30
+HOST_FILL = 0.8  # share of the available host memory that planned runs may fill
 REMOTE_ERRORS = ("Rollout server", "--teacher_model_server")  # texts in errors of other machines
 _peak = 0  # bytes, measured at the last call of `set_unmapped`
 _unmapped = 0  # bytes that torch counts as reserved although vLLM has unmapped them
@@ -50,6 +51,11 @@ def available_host_memory() -> float:
     if limit.exists() and usage.exists() and limit.read_text().strip() != "max":
         available = min(available, int(limit.read_text()) - int(usage.read_text()))
     return available
+
+
+def host_memory_share(processes: int) -> float:
+    """Return the bytes of host memory that each process of this machine may fill."""
+    return HOST_FILL * available_host_memory() / processes
 
 
 def set_unmapped(count: int) -> None:

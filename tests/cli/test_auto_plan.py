@@ -79,12 +79,14 @@ def test_the_layout_goes_into_the_command_and_is_not_planned_again(more, layout,
 
 def test_flags_that_are_set_stay(gpus, words, capsys) -> None:
     gpus()
-    code, printed = dry(capsys, words, "--tensor_model_parallel_size 4 --micro_batch_size 2")
+    offload = "--cpu_offloading true --cpu_offloading_num_layers 2"
+    code, printed = dry(capsys, words, f"--tensor_model_parallel_size 4 --micro_batch_size 2 {offload}")
     assert code == 0, printed
     assert "note: --plan auto: TP4, " in printed
     options, _, _ = read_options("megatron", command_of(printed))
     assert (options.build.tensor_model_parallel_size, options.training.micro_batch_size) == (4, 2)
     assert options.build.sequence_parallel
+    assert (options.build.cpu_offloading, options.build.cpu_offloading_num_layers) == (True, 2)
 
 
 def test_less_memory_needs_another_layout(gpus, words, capsys) -> None:
@@ -119,7 +121,6 @@ def test_a_resumed_run_has_the_layout_of_its_checkpoint(gpus, words, capsys, tmp
     [
         ("--optimizer sgd", "--plan auto: not planned: --optimizer sgd. Set the layout's flags instead"),
         ("--expert_tensor_parallel_size 2", "--plan auto: not planned: --expert_tensor_parallel_size."),
-        ("--cpu_offloading true --cpu_offloading_num_layers 2", "--plan auto cannot be used with --cpu_offloading"),
         ("--sequence_parallel false", "--plan auto cannot be used with --sequence_parallel false"),
         ("--use_ray true", "--plan auto cannot be used with --use_ray true"),
         (
@@ -224,7 +225,6 @@ def test_a_micro_batch_without_a_gpu(words, capsys) -> None:
     [
         ("--optimizer sgd", "--micro_batch_size auto: not planned: --optimizer sgd. Set a number"),
         ("--tensor_model_parallel_size 2", "is planned with --sequence_parallel true. Set that too"),
-        ("--cpu_offloading true --cpu_offloading_num_layers 2", "cannot be used with --cpu_offloading, which is"),
         ("--use_ray true", "--micro_batch_size auto cannot be used with --use_ray true"),
         ("--task_type seq_cls --num_labels 2", "--micro_batch_size auto: not planned: --task_type seq_cls."),
         ("--global_batch_size 6", "no micro batch divides --global_batch_size 6"),

@@ -38,8 +38,8 @@ def test_activations_on_the_host(folder, capsys) -> None:
     flags = f"--gpus 1 --max_length 65536 --global_batch_size 4 --cpu_offloading_num_layers {layers}"
     assert main("megatron", ["plan", "--model", str(folder), *flags.split(), "--micro_batch_size", "4"]) == 0
     command, note = capsys.readouterr().out.splitlines()[-2:]
-    offload = f"--cpu_offloading true --cpu_offloading_num_layers {layers} --dataset"
-    assert f"--recompute_num_layers 1 {offload}" in command
+    offload = f"--cpu_offloading true --cpu_offloading_num_layers {layers}"
+    assert f"{offload} --recompute_method uniform --recompute_num_layers 1 --dataset" in command
     config = tiny.config("qwen3_moe")
     values = config.hidden_size + config.num_attention_heads * config.head_dim
     on_host = 2 * layers * 4 * 65_536 * values / 2**30

@@ -1,5 +1,6 @@
 """Plans beside what runs took (docs/results.json), and parameters beside transformers' counts."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -12,7 +13,7 @@ from megaswift.bridge.kernels import flash_attention
 from megaswift.tasks.options import PlanOptions
 from megaswift.tasks.plan import command
 from megaswift.tasks.plan.gpu_layout import GpuLayout
-from megaswift.tasks.plan.memory import Workload, kept_attention_bytes, memory_of_rank
+from megaswift.tasks.plan.memory import Workload, host_bytes, kept_attention_bytes, memory_of_rank
 from megaswift.tasks.plan.parameters import count_parameters
 from megaswift.tasks.plan.search import search
 from megaswift.tasks.plan.speed import Machine, seconds_per_step, step_time
@@ -190,17 +191,15 @@ def test_layouts_that_a_search_proposes_are_consistent(rows, workload_of) -> Non
 def test_what_is_recomputed(rows, workload_of) -> None:
     """MLPs cost less memory than nothing and less time than layers; some layers are proposed where they are enough."""
     work = workload_of(rows.ROWS["4b"].config, max_length=32_768, global_batch_size=2)
+    pins = {"micro_batch": 1, "offloaded": 0}
     plans = {
-        choice: search(work, 1, H200, 10**12, {"micro_batch": 1, "recompute": [choice], "recomputed": None}).plans[0]
+        choice: search(work, 1, H200, 10**12, pins | {"recompute": [choice], "recomputed": None}).plans[0]
         for choice in ("none", "mlp", "full")
     }
     none, mlp, full = plans.values()
     assert none.memory.activations > mlp.memory.activations > full.memory.activations
     assert none.seconds < mlp.seconds < full.seconds
-    best = [
-        search(work, 1, H200, gib * 2**30, {"micro_batch": 1, "offloads": False}).plans[0]
-        for gib in (200, 139, 120, 100)
-    ]
+    best = [search(work, 1, H200, gib * 2**30, pins | {"offloads": False}).plans[0] for gib in (200, 139, 120, 100)]
     choices = [(plan.layout.recompute, plan.layout.recomputed) for plan in best]
     assert choices == [("none", None), ("mlp", None), ("full", 27), ("full", None)]
     assert [plan.seconds for plan in best] == sorted(plan.seconds for plan in best)
@@ -209,6 +208,24 @@ def test_what_is_recomputed(rows, workload_of) -> None:
     )
     experts = workload_of(rows.ROWS["moe"].config)
     assert {plan.layout.recompute for plan in search(experts, 1, H200, 10**12, {}).plans} == {"none"}
+
+
+def test_inputs_of_recomputed_layers_go_to_the_host_where_it_pays(rows, workload_of) -> None:
+    """Long documents: attention is computed once then. Short ones: it is a small part of a step."""
+    chosen = {}
+    for length, host in itertools.product((4096, 131_072), (80e9, 40e9)):
+        work = workload_of(rows.ROWS["4b"].config, max_length=length, global_batch_size=2)
+        machine = replace(H200, host_memory=host)
+        chosen[length, host] = search(work, 1, machine, 120 * 2**30, {"recompute": ["full"], "micro_batch": 1}).plans[0]
+    every = chosen[131_072, 80e9]
+    assert [plan.layout.offloaded for plan in chosen.values()] == [0, 0, 36, 0]
+    assert every.layout.flags().endswith(
+        "--cpu_offloading true --cpu_offloading_num_layers 36 --recompute_method uniform --recompute_num_layers 1"
+    )
+    assert 40e9 < host_bytes(work, every.layout) == 2 * 36 * 131_072 * (2560 + 4096) < 80e9
+    assert every.seconds < 0.9 * chosen[131_072, 40e9].seconds
+    latent = workload_of(rows.ROWS["glm-4.7-flash-4"].config, max_length=131_072)
+    assert not search(latent, 1, H200, 10**12, {"recompute": ["full"]}).plans[0].layout.offloaded
 
 
 def test_keys_and_values_of_a_ring_wait_for_the_gpu(rows, workload_of) -> None:
@@ -231,10 +248,9 @@ def test_gathered_keys_and_values_are_those_of_one_layer(rows, workload_of, monk
     assert not workload_of(row.config, cp_comm_type="p2p").gathers_keys
     one, gathered = (memory_of_rank(work, GpuLayout(size, context=size)).activations for size in (1, 2))
     assert gathered - one / 2 == pytest.approx(5 * 2 * 2 * 8 * 128 * row.length)
-    one, two = (GpuLayout(size, context=size, recompute="full") for size in (1, 2))
-    offloads = workload_of(row.config, max_length=row.length, cpu_offloading_num_layers=36)
-    assert kept_attention_bytes(offloads, two) == kept_attention_bytes(offloads, one) > 0
-    assert kept_attention_bytes(replace(offloads, gathers_keys=False), two) == 0
+    one, two = (GpuLayout(size, context=size, recompute="full", offloaded=36) for size in (1, 2))
+    assert kept_attention_bytes(work, two) == kept_attention_bytes(work, one) > 0
+    assert kept_attention_bytes(replace(work, gathers_keys=False), two) == 0
 
 
 def test_what_bounds_a_small_micro_batch(rows, workload_of) -> None:
