@@ -159,9 +159,18 @@ def _report_package(name: str, bounds: str, install: str, use: str = "") -> int:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return _print_line(name, "not installed", False, bounds, install, use)
-    if name == "transformer-engine" and importlib.util.find_spec("transformer_engine_torch") is None:
+    if name == "transformer-engine" and not _has_torch_extension():
         return _print_line(name, f"{version}, without its PyTorch extension", False, "", install, use)
     return _print_line(name, version, fits(version, bounds), bounds, install, use)
+
+
+def _has_torch_extension() -> bool:
+    """Return whether Transformer Engine's extension is there: on the path, or in a folder that its import adds to it."""
+    if importlib.util.find_spec("transformer_engine_torch"):
+        return True
+    package = importlib.util.find_spec("transformer_engine")
+    folders = (package and package.submodule_search_locations) or []
+    return any(next(Path(folder).glob("wheel_lib/transformer_engine_torch*"), None) for folder in folders)
 
 
 def _print_line(name: str, version: str, is_ok: bool, bounds: str, install: str, use: str = "") -> int:

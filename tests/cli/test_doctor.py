@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,6 +41,20 @@ def test_words_after_doctor(capsys) -> None:
     assert capsys.readouterr().out.startswith("Report of a machine: packages")
     assert main("megatron", ["doctor", "--fix"]) == 2
     assert "doctor takes no flags" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("extension", [None, "wheel_lib", ".."])
+def test_transformer_engine_and_its_extension(extension, capsys, monkeypatch, tmp_path: Path) -> None:
+    """pip's wheel has it in a folder of the package, a build from source beside it."""
+    package = tmp_path / "transformer_engine"
+    (package / "wheel_lib").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('libcublas.so.13')")
+    if extension:
+        (package / extension / f"transformer_engine_torch{EXTENSION_SUFFIXES[0]}").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "2.20.2")
+    assert doctor._report_package("transformer-engine", "", "pip install it") == (extension is None)
+    assert ("without its PyTorch extension" in capsys.readouterr().out) == (extension is None)
 
 
 def test_the_host(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
