@@ -165,7 +165,7 @@ def _report_package(name: str, bounds: str, install: str, use: str = "") -> int:
 
 
 def _has_torch_extension() -> bool:
-    """Return whether Transformer Engine's extension is there: on the path, or in a folder that its import adds to it."""
+    """Return whether Transformer Engine's extension is on the path, or in a folder that its import adds to it."""
     if importlib.util.find_spec("transformer_engine_torch"):
         return True
     package = importlib.util.find_spec("transformer_engine")

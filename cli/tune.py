@@ -205,6 +205,7 @@ def _described(plan: "Plan") -> str:
     layout = plan.layout
     extras = [f"micro batch {layout.micro_batch}"]
     extras += [f"{RECOMPUTED[layout.recompute]} recomputed"] * (layout.recompute != "none")
+    extras += [f"activations of {plural(layout.offloaded_layers, 'layer')} on the host"] * (layout.offloaded_layers > 0)
     extras += ["AdamW on the host"] * layout.offloads
     return ", ".join([str(layout) if layout.gpus > 1 else "one process", *extras])
 

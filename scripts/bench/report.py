@@ -158,15 +158,17 @@ def same_work(one: Run, other: Run) -> bool:
 
 
 def baselines(run: Run, runs: list[Run]) -> list[Run]:
-    """Return baselines of a run, the best first: of the same call and device, then the latest."""
+    """Return baselines of a run on the same device, the best first: of the same call, then the latest."""
     system = BASELINES.get(run["system"])
     if run["flags"]:  # a trial is compared with the default flags
         system = run["system"]
     last_first = reversed(runs)
     candidates = [
-        other for other in last_first if other["system"] == system and not other["flags"] and same_work(run, other)
+        other
+        for other in last_first
+        if (other["system"], other["flags"], other["device"]) == (system, "", run["device"]) and same_work(run, other)
     ]
-    return sorted(candidates, key=lambda other: (other["call"] != run["call"], other["device"] != run["device"]))
+    return sorted(candidates, key=lambda other: other["call"] != run["call"])
 
 
 def markdown(runs: list[Run]) -> str:

@@ -82,7 +82,7 @@ def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: floa
             folder / "out" / "logging.jsonl",
             folder / "printed.log",
             steps=steps + 3 if is_traced else steps,
-            enough=steps + 3 if is_traced else result["warmup"] + 1,
+            enough=None if is_traced else min(result["warmup"] + 1, steps),
             timeout=timeout,
             read=lambda line: step_of(system, line, gpus),
         )

@@ -105,7 +105,8 @@ def saved_layout(checkpoint: Path) -> dict[str, Any]:
     """Return the flags of the layout of a checkpoint's run; empty if they cannot be read."""
     try:
         saved = json.loads((checkpoint / "args.json").read_text(encoding="utf-8"))["options"]
-        return {flag: saved[flag]["value"] for flag in LAYOUT_FLAGS}
+        # Older files lack the newest flags.
+        return {"cpu_offloading": False} | {flag: saved[flag]["value"] for flag in LAYOUT_FLAGS if flag in saved}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -119,7 +120,7 @@ def _search(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any]) -> Search:
         is_block = values.get("recompute_method") == "block"
         pins["recomputed"] = values.get("recompute_num_layers") if is_block else None
     if "cpu_offloading" in values:
-        pins["offloaded"] = values.get("cpu_offloading_num_layers", 0) if values["cpu_offloading"] else 0
+        pins["offloaded_layers"] = values.get("cpu_offloading_num_layers", 0) if values["cpu_offloading"] else 0
     assert gpu.machine is not None
     return search(plan.work, plan.layout.gpus, gpu.machine, gpu.memory - OUTSIDE, pins)
 

@@ -115,11 +115,9 @@ def _pins(options: PlanOptions) -> dict[str, object]:
         "micro_batch": options.micro_batch_size,
         "recompute": options.recompute and [options.recompute],
         "offloads": options.optimizer_cpu_offload,
-        "offloaded": options.cpu_offloading_num_layers,
+        "offloaded_layers": options.cpu_offloading_num_layers,
     }
     pins: dict[str, object] = {name: value for name, value in values.items() if value is not None}
-    if options.cpu_offloading_num_layers:  # otherwise more leaves than the host holds, or the links carry
-        pins.setdefault("recompute", ["full"])
     return pins | {"recomputed": None} if pins.get("recompute") == ["full"] else pins
 
 

@@ -28,7 +28,7 @@ class GpuLayout:
     first: int | None = None  # layers of the first pipeline stage; None: as the others
     last: int | None = None  # layers of the last pipeline stage; None: as the others
     recomputed: int | None = None  # layers of each chunk that are recomputed in full; None: all
-    offloaded: int = 0  # first layers of each pipeline stage whose activations are kept on the host
+    offloaded_layers: int = 0  # first layers of each pipeline stage whose activations are kept on the host
 
     @property
     def data(self) -> int:
@@ -92,8 +92,8 @@ class GpuLayout:
             "recompute_granularity": "full" if self.recompute == "full" else "selective",
             "recompute_modules": ["mlp" if self.recompute == "mlp" else "core_attn"],
             "optimizer_cpu_offload": self.offloads,
-            "cpu_offloading": self.offloaded > 0,
-            "cpu_offloading_num_layers": self.offloaded,
+            "cpu_offloading": self.offloaded_layers > 0,
+            "cpu_offloading_num_layers": self.offloaded_layers,
         }
         division = {
             "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,

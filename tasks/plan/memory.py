@@ -247,7 +247,7 @@ def _memory_of_stage(
         saved = [total - within for total, within in zip(saved, within_mlps, strict=True)]
     state = BYTES * work.config.hidden_size / layout.tensor
     kept = [recomputed * state + (1 - recomputed) * total for total in saved]
-    offloaded = kept[: layout.offloaded]
+    offloaded = kept[: layout.offloaded_layers]
     activations = tokens * in_flight * (sum(kept) - sum(offloaded))
     resident = min(RESIDENT_LAYERS, len(offloaded))
     activations += tokens * resident * (max(offloaded, default=0.0) + kept_attention_bytes(work, layout))
@@ -288,13 +288,13 @@ def kept_attention_bytes(work: Workload, layout: GpuLayout) -> float:
     It is not computed again then. Transformer Engine's ring of context parallelism keeps none.
     """
     is_local = layout.context == 1 or work.gathers_keys
-    keeps = layout.offloaded and layout.recompute == "full" and is_local
+    keeps = layout.offloaded_layers and layout.recompute == "full" and is_local
     return BYTES * _head_values(work.config)[1] / layout.tensor if keeps else 0.0
 
 
 def offloaded_bytes(work: Workload, layout: GpuLayout, layers: range) -> float:
     """Return the bytes per token that a stage's layers send to the host in a forward pass."""
-    offloaded = layers[: layout.offloaded]
+    offloaded = layers[: layout.offloaded_layers]
     if layout.recompute == "full":
         state = BYTES * work.config.hidden_size / layout.tensor
         return len(offloaded) * (state + kept_attention_bytes(work, layout))

@@ -262,7 +262,7 @@ def _has_measured_activations(options: SftOptions, work: Workload, layout: GpuLa
         and not (layout.context > 1 and (work.tower or model_type == "gpt_oss"))
         and not flag_value(options, "enable_dft_loss", False)
         and {"core_attn", "mlp"}.issuperset(options.build.recompute_modules)
-        and not (layout.offloaded and layout.recompute != "full")
+        and not (layout.offloaded_layers and layout.recompute != "full")
         and all(name in MEASURED_FLAGS for name in _changed(options.build))
     )
 
@@ -289,9 +289,10 @@ def check_fits(options: SftOptions, world: int, gpu: Gpu) -> None:
 def _fix(plan: RunPlan, machine: Machine, limit: float) -> str:
     """Return the change of fewest flags after which a run fits into `limit` bytes."""
     work, layout = plan.work, plan.layout
-    plans = search(work, layout.gpus, machine, limit, {}).plans
+    pins = {"offloaded_layers": 0} if work.parameters.tower.total else {}  # planned without a tower
+    plans = search(work, layout.gpus, machine, limit, pins).plans
     if not plans:
-        cluster = smallest_cluster(work, machine, limit, {})
+        cluster = smallest_cluster(work, machine, limit, pins)
         return f"It fits on {cluster} GPUs" if cluster else "Set a shorter --max_length, or --tuner_type lora"
     nearest = min(plans, key=lambda fit: (layout.changes(fit.layout).count("--"), fit.seconds))
     return f"Set {layout.changes(nearest.layout)}, for {nearest.memory.total / GIB:.1f} GiB by the plan"

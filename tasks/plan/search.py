@@ -12,7 +12,7 @@ from .speed import Machine, StepTime, step_time
 MICRO_BATCHES = 1, 2, 4, 8, 16
 DIVISION = "virtual", "first", "last"
 VIRTUAL = 2, 3, 4  # chunks of a pipeline stage
-WORTH = 1.03  # speedup for which activations are kept on the host
+WORTH = 1.03  # least speedup for which activations are kept on the host, in the same layout
 UNEVEN = 2  # numbers of layers that are tried for the last stage, those nearest to an even split
 
 
@@ -58,17 +58,22 @@ def search(work: Workload, gpus: int, machine: Machine, memory: float, pins: Map
         for offloads in [pins["offloads"]] if "offloads" in pins else (False, True):
             choices = _memory_choices(work, replace(layout, offloads=bool(offloads)), pins)
             timed = [(step_time(work, choice, machine), choice) for choice in choices]
-            for time, choice in sorted(timed, key=lambda pair: pair[0].total * (WORTH if pair[1].offloaded else 1)):
-                if not _fits_host(work, choice, machine):
+            for time, choice in sorted(timed, key=_preference):
+                if not _fits_host(work, choice, machine, pins):
                     continue
                 plan = Plan(choice, memory_of_rank(work, choice), time)
                 if plan.memory.total <= memory:
                     fits.append(plan)
-                    break  # the choices after it are slower
+                    break  # the choices after it are slower, or hardly faster and on the host
                 too_large.append(plan)
         plans += _by_speed(fits)[:1]
     smallest = min([*plans, *too_large], key=lambda plan: plan.memory.total, default=None)
     return Search(_by_speed(plans), smallest, _by_speed(too_large))
+
+
+def _preference(timed: tuple[StepTime, GpuLayout]) -> float:
+    time, layout = timed
+    return time.total * (WORTH if layout.offloaded_layers else 1)
 
 
 def _by_speed(plans: list[Plan]) -> list[Plan]:
@@ -116,7 +121,7 @@ def _divisions(work: Workload, layout: GpuLayout, pins: Mapping[str, Any]) -> It
         # megatron-core's interleaved schedule takes as many micro batches as stages at a time.
         is_interleaved = stages > 1 and layout.micro_batches(work.global_batch) % stages == 0
         is_valid = (virtual == 1 or is_interleaved) and (stages > 1 or first is last is None) and choice.divides(layers)
-        if is_valid and min(map(len, choice.stages(layers))) >= pins.get("offloaded", 0):
+        if is_valid and min(map(len, choice.stages(layers))) >= pins.get("offloaded_layers", 0):
             yield choice
 
 
@@ -138,22 +143,26 @@ def _divides_matrices(work: Workload, tensor: int) -> bool:
 
 
 def _memory_choices(work: Workload, layout: GpuLayout, pins: Mapping[str, Any]) -> Iterator[GpuLayout]:
-    """Yield the layout with its choices of what is recomputed."""
-    allowed = pins.get("recompute", RECOMPUTE)
+    """Yield the layout with its choices of what is recomputed, and of the activations that are kept on the host."""
+    allowed, is_pinned = pins.get("recompute", RECOMPUTE), bool(pins.get("offloaded_layers"))
+    if is_pinned and "full" in allowed:  # otherwise more leaves than the host holds, or the links carry
+        allowed = ["full"]
     if len(allowed) > 1 and not work.has_dense_mlps:
         allowed = [choice for choice in allowed if choice != "mlp"]
     for recompute in allowed:
-        counts = [pins["recomputed"]] if "recomputed" in pins else _recomputed_layers(work, layout)
+        counts = [pins.get("recomputed")] if "recomputed" in pins or is_pinned else _recomputed_layers(work, layout)
         for recomputed in counts if recompute == "full" else [None]:
             choice = replace(layout, recompute=recompute, recomputed=recomputed)
-            for offloaded in [pins["offloaded"]] if "offloaded" in pins else _offloaded_layers(work, choice):
-                yield replace(choice, offloaded=offloaded)
+            numbers = [pins["offloaded_layers"]] if "offloaded_layers" in pins else _offloaded_layers(work, choice)
+            for offloaded in numbers:
+                if _takes(work, choice, offloaded):
+                    yield replace(choice, offloaded_layers=offloaded)
 
 
 def _offloaded_layers(work: Workload, layout: GpuLayout) -> list[int]:
-    """Return numbers of layers of each stage whose activations may go to the host: none, or all of them.
+    """Return numbers of layers of each stage whose activations may go to the host: none, or all of the shortest stage.
 
-    All go only where they are inputs of recomputed layers: the links would not carry the others.
+    They go only where they are inputs of recomputed layers: the links would not carry the others.
     """
     is_planned = work.has_usual_attention and not work.fp8 and not work.tower
     if layout.recompute != "full" or layout.recomputed is not None or not is_planned:
@@ -161,8 +170,20 @@ def _offloaded_layers(work: Workload, layout: GpuLayout) -> list[int]:
     return [0, min(map(len, layout.stages(work.config.num_layers)))]
 
 
-def _fits_host(work: Workload, layout: GpuLayout, machine: Machine) -> bool:
-    return not (layout.offloads or layout.offloaded) or host_bytes(work, layout) <= machine.host_memory
+def _takes(work: Workload, layout: GpuLayout, offloaded: int) -> bool:
+    """Return whether a run takes the number of layers: where only some are recomputed, no others may be offloaded."""
+    if layout.recompute != "full" or layout.recomputed is None:
+        return True
+    chunk = max(map(len, layout.stages(work.config.num_layers))) // layout.virtual
+    return min(offloaded, chunk) <= layout.recomputed
+
+
+def _fits_host(work: Workload, layout: GpuLayout, machine: Machine, pins: Mapping[str, object]) -> bool:
+    """Return whether the host holds what the search, and not a flag, has put there."""
+    is_chosen = (layout.offloads and "offloads" not in pins) or (
+        layout.offloaded_layers and "offloaded_layers" not in pins
+    )
+    return not is_chosen or host_bytes(work, layout) <= machine.host_memory
 
 
 def _recomputed_layers(work: Workload, layout: GpuLayout) -> list[int | None]:

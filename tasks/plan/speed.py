@@ -122,7 +122,8 @@ def _stage_times(work: Workload, layout: GpuLayout, machine: Machine) -> list[tu
         is_last = len(stages) == layout.pipeline - 1
         depths = work.depths if is_last else 0
         part, recomputed = len(layers) / config.num_layers, layout.recomputed_share(len(layers))
-        seconds = part * _layers_seconds(work, layout, flops, machine, recomputed)
+        kept = layout.offloaded_layers / len(layers) if kept_attention_bytes(work, layout) else 0.0
+        seconds = part * _layers_seconds(work, layout, flops, machine, recomputed, max(recomputed - kept, 0.0))
         seconds += _traffic(work, layout, layers, depths, recomputed) / (BANDWIDTH * machine.bandwidth)
         if is_last:
             seconds += _output_seconds(work, layout, flops, machine, 1 - image_share)
@@ -134,10 +135,12 @@ def _stage_times(work: Workload, layout: GpuLayout, machine: Machine) -> list[tu
     return stages
 
 
-def _layers_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Machine, recomputed: float) -> float:
+def _layers_seconds(
+    work: Workload, layout: GpuLayout, flops: Flops, machine: Machine, recomputed: float, repeated: float
+) -> float:
     """Return the seconds of a micro batch in the products of all layers, if one pipeline stage had them.
 
-    recomputed: share of the layers whose forward pass is done twice
+    recomputed: share of the layers whose forward pass is done twice; repeated: share whose attention is, too
     """
     trained = 1.0 if work.lora_rank is None else 0.0
     passes = 2 + trained + recomputed  # forward, inputs' gradients, weights' gradients, forward again
@@ -145,7 +148,6 @@ def _layers_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Ma
     products = passes * 2 * (flops.matrix_parameters - flops.output) * work.length * share
     documents = work.length / work.document_length
     pairs = flops.forward([work.document_length]) - 2 * flops.matrix_parameters * work.document_length
-    repeated = recomputed if not kept_attention_bytes(work, layout) else 0.0
     attention = (3 + repeated) * pairs * documents * share
     expert_share = _expert_share(work, flops)
     again = 2 * _first_products(work) * work.length * share if layout.recompute == "mlp" else 0.0

@@ -25,6 +25,6 @@ def choices(layout: GpuLayout) -> tuple[str, str, str, str]:
     recomputed = RECOMPUTED[layout.recompute]
     if layout.recompute == "full" and layout.recomputed is not None:
         recomputed = plural(layout.recomputed, "layer")
-    if layout.offloaded:
-        recomputed += ", offloaded"
+    if layout.offloaded_layers:
+        recomputed += f", {layout.offloaded_layers} on the host"
     return str(layout), str(layout.micro_batch), recomputed, optimizer

@@ -13,7 +13,7 @@ from ..options import ReferenceOptions, SftOptions
 from ..options.rollout import EngineOptions
 
 GIB = 2**30
-HOST_FILL = 0.8  # share of the available host memory that planned runs may fill
+HOST_FILL = 0.6  # share of host memory that plans may fill: processes, page cache and rounding take some too
 REMOTE_ERRORS = ("Rollout server", "--teacher_model_server")  # texts in errors of other machines
 _peak = 0  # bytes, measured at the last call of `set_unmapped`
 _unmapped = 0  # bytes that torch counts as reserved although vLLM has unmapped them
@@ -54,8 +54,17 @@ def available_host_memory() -> float:
 
 
 def host_memory_share(processes: int) -> float:
-    """Return the bytes of host memory that each process of this machine may fill."""
-    return HOST_FILL * available_host_memory() / processes
+    """Return the bytes of host memory that a plan may fill for each process of this machine.
+
+    They do not depend on what is free: all nodes and ranks plan the same.
+    """
+    memory, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    total = float("inf")
+    if memory.exists():
+        total = int(memory.read_text().split("MemTotal:")[1].split()[0]) * 1024
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        total = min(total, int(text))
+    return HOST_FILL * total / processes
 
 
 def set_unmapped(count: int) -> None:

@@ -286,10 +286,17 @@ def test_steps_of_a_run_whose_time_is_up(tmp_path):
     for enough, is_error in ((1, False), (10**6, True)):
         log.unlink(missing_ok=True)
         steps, error = measure.measure(
-            words, {}, log, tmp_path / "printed", steps=10**6, timeout=3, read=lambda line: line, enough=enough
+            words, {}, log, tmp_path / "printed", steps=10**6, timeout=20, read=lambda line: line, enough=enough
         )
         assert steps
         assert (error is not None) == is_error
+    log.unlink()
+    words[-1] = "2"  # steps, after which it fails
+    steps, error = measure.measure(
+        words, {}, log, tmp_path / "printed", steps=5, timeout=300, read=lambda line: line, enough=1
+    )
+    assert len(steps) == 2
+    assert error
 
 
 def test_a_command_that_fails_or_hangs_says_so(tmp_path):

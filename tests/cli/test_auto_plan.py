@@ -9,6 +9,7 @@ from megaswift.cli.auto_plan import plan_layout
 from megaswift.cli.main import main, read_options
 from megaswift.cli.training_launch import TrainingLaunch
 from megaswift.tasks.run.args_json import save_args
+from megaswift.tasks.system import memory
 
 from tests.cli.conftest import DENSE, write_model, write_tokenizer
 
@@ -89,6 +90,16 @@ def test_flags_that_are_set_stay(gpus, words, capsys) -> None:
     assert (options.build.cpu_offloading, options.build.cpu_offloading_num_layers) == (True, 2)
 
 
+@pytest.mark.parametrize(("host", "is_offloaded"), [(10**12, "true"), (10**9, "false")])
+def test_activations_of_long_documents(host, is_offloaded, gpus, words, capsys, monkeypatch) -> None:
+    gpus()
+    monkeypatch.setattr(memory, "host_memory_share", lambda processes: host / processes)
+    long = "--max_length 131072 --recompute_granularity full --context_parallel_size 1 --tensor_model_parallel_size 1"
+    code, printed = dry(capsys, words, long)
+    assert code == 0, printed
+    assert f"--cpu_offloading={is_offloaded}" in command_of(printed)
+
+
 def test_less_memory_needs_another_layout(gpus, words, capsys) -> None:
     gpus(memory=24_000)
     code, printed = dry(capsys, words)
@@ -109,6 +120,12 @@ def test_a_resumed_run_has_the_layout_of_its_checkpoint(gpus, words, capsys, tmp
     resumes = "--resume_from_checkpoint auto"
     assert "note: --plan auto: TP2 DP2, as in the checkpoint, " in dry(capsys, words, resumes)[1]
     assert "note: --plan auto: DP4, " in dry(capsys, words)[1]
+    # Files of earlier versions have no flags of activations on the host.
+    file = checkpoint / "args.json"
+    saved = json.loads(file.read_text())
+    del saved["options"]["cpu_offloading"], saved["options"]["cpu_offloading_num_layers"]
+    file.write_text(json.dumps(saved))
+    assert "note: --plan auto: TP2 DP2, as in the checkpoint, " in dry(capsys, words, resumes)[1]
     # A layout that the machine does not have is planned anew.
     saved = json.loads((checkpoint / "args.json").read_text())
     saved["options"]["tensor_model_parallel_size"]["value"] = 8
@@ -208,6 +225,11 @@ def test_a_resumed_run_has_the_micro_batch_of_its_checkpoint(gpus, words, capsys
     assert (size, ": 2, as in the checkpoint, for " in printed) == (2, True)
     size, printed = micro_batch(capsys, words, "--resume_from_checkpoint latest --global_batch_size 12")
     assert (size, "as in the checkpoint" in printed) == (1, False)  # 2 does not divide it
+
+
+def test_a_micro_batch_with_activations_on_the_host(gpus, words, capsys) -> None:
+    gpus()
+    assert micro_batch(capsys, words, "--cpu_offloading true --cpu_offloading_num_layers 2")[0] == 4
 
 
 def test_a_micro_batch_without_a_gpu(words, capsys) -> None:

@@ -51,7 +51,9 @@ def test_transformer_engine_and_its_extension(extension, capsys, monkeypatch, tm
     (package / "__init__.py").write_text("raise ImportError('libcublas.so.13')")
     if extension:
         (package / extension / f"transformer_engine_torch{EXTENSION_SUFFIXES[0]}").touch()
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in ("transformer_engine", "transformer_engine_torch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "2.20.2")
     assert doctor._report_package("transformer-engine", "", "pip install it") == (extension is None)
     assert ("without its PyTorch extension" in capsys.readouterr().out) == (extension is None)

@@ -191,7 +191,7 @@ def test_layouts_that_a_search_proposes_are_consistent(rows, workload_of) -> Non
 def test_what_is_recomputed(rows, workload_of) -> None:
     """MLPs cost less memory than nothing and less time than layers; some layers are proposed where they are enough."""
     work = workload_of(rows.ROWS["4b"].config, max_length=32_768, global_batch_size=2)
-    pins = {"micro_batch": 1, "offloaded": 0}
+    pins = {"micro_batch": 1, "offloaded_layers": 0}
     plans = {
         choice: search(work, 1, H200, 10**12, pins | {"recompute": [choice], "recomputed": None}).plans[0]
         for choice in ("none", "mlp", "full")
@@ -218,14 +218,49 @@ def test_inputs_of_recomputed_layers_go_to_the_host_where_it_pays(rows, workload
         machine = replace(H200, host_memory=host)
         chosen[length, host] = search(work, 1, machine, 120 * 2**30, {"recompute": ["full"], "micro_batch": 1}).plans[0]
     every = chosen[131_072, 80e9]
-    assert [plan.layout.offloaded for plan in chosen.values()] == [0, 0, 36, 0]
+    assert [plan.layout.offloaded_layers for plan in chosen.values()] == [0, 0, 36, 0]
     assert every.layout.flags().endswith(
         "--cpu_offloading true --cpu_offloading_num_layers 36 --recompute_method uniform --recompute_num_layers 1"
     )
     assert 40e9 < host_bytes(work, every.layout) == 2 * 36 * 131_072 * (2560 + 4096) < 80e9
     assert every.seconds < 0.9 * chosen[131_072, 40e9].seconds
-    latent = workload_of(rows.ROWS["glm-4.7-flash-4"].config, max_length=131_072)
-    assert not search(latent, 1, H200, 10**12, {"recompute": ["full"]}).plans[0].layout.offloaded
+    for excluded in (
+        workload_of(rows.ROWS["glm-4.7-flash-4"].config, max_length=131_072),  # latent attention
+        workload_of(rows.ROWS["4b"].config, max_length=131_072, fp8_format="hybrid"),
+        workload_of(rows.ROWS["vl-4b"].config, max_length=131_072),
+    ):
+        assert not search(excluded, 1, H200, 10**12, {"recompute": ["full"]}).plans[0].layout.offloaded_layers
+
+
+def test_numbers_of_layers_on_the_host(rows, workload_of) -> None:
+    """A searched number is the shortest stage's. One that is set has all layers recomputed, and no limit."""
+    work = workload_of(rows.ROWS["4b"].config, max_length=131_072, global_batch_size=4)
+    sizes = {"pipeline": 4, "tensor": 1, "context": 1, "micro_batch": 1, "offloads": False}
+    uneven = sizes | {"first": None, "last": 6, "virtual": 1, "recompute": ["full"], "recomputed": None}
+    assert search(work, 4, H200, 10**12, uneven).plans[0].layout.offloaded_layers == 6
+    times = [
+        step_time(work, GpuLayout(4, pipeline=4, recompute="full", offloaded_layers=layers), H200).compute
+        for layers in (0, 3, 6, 9)
+    ]
+    assert sorted(times, reverse=True) == times
+    assert times[0] - times[1] == pytest.approx(times[2] - times[3])
+    for memory in (10**12, 100 * 2**30):
+        layout = (
+            search(work, 1, replace(H200, host_memory=0), memory, {"offloaded_layers": 36, "micro_batch": 1})
+            .plans[0]
+            .layout
+        )
+        assert (layout.recompute, layout.recomputed, layout.offloaded_layers) == ("full", None, 36)
+    # A run takes no more than the layers that are recomputed.
+    for layers, has_plan in ((9, True), (10, False)):
+        pins = {"offloaded_layers": layers, "recompute": ["full"], "recomputed": 9, "micro_batch": 1}
+        assert bool(search(work, 1, H200, 10**12, pins).plans) == has_plan
+
+
+def test_from_a_layout_with_activations_on_the_host_to_one_without() -> None:
+    with_host = GpuLayout(1, recompute="full", offloaded_layers=36)
+    changes = with_host.changes(GpuLayout(1, recompute="full"))
+    assert changes == "--cpu_offloading false --cpu_offloading_num_layers 0"
 
 
 def test_keys_and_values_of_a_ring_wait_for_the_gpu(rows, workload_of) -> None:
@@ -248,7 +283,7 @@ def test_gathered_keys_and_values_are_those_of_one_layer(rows, workload_of, monk
     assert not workload_of(row.config, cp_comm_type="p2p").gathers_keys
     one, gathered = (memory_of_rank(work, GpuLayout(size, context=size)).activations for size in (1, 2))
     assert gathered - one / 2 == pytest.approx(5 * 2 * 2 * 8 * 128 * row.length)
-    one, two = (GpuLayout(size, context=size, recompute="full", offloaded=36) for size in (1, 2))
+    one, two = (GpuLayout(size, context=size, recompute="full", offloaded_layers=36) for size in (1, 2))
     assert kept_attention_bytes(work, two) == kept_attention_bytes(work, one) > 0
     assert kept_attention_bytes(replace(work, gathers_keys=False), two) == 0
 
