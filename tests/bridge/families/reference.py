@@ -21,6 +21,7 @@ PACK, LONGEST = 112, 72
 LABELS = slice(None, None, -9)  # whose log-probabilities are compared: from the vocabulary's last token down
 MASKED = -1e30  # transformers' scores of future keys are about torch.finfo(torch.float32).min
 SMALLEST_MARGIN = 2e-5  # between the last expert that is chosen and the next: rounding moves scores by about 1e-6
+SMALLEST_DISTANCE = 4e-6  # of an activation's inputs from jumps of its slope: rounding moves them by less than 1e-6
 
 Document = tuple[np.ndarray, np.ndarray]  # token ids, loss weights
 
@@ -35,13 +36,13 @@ def make(folder: Path, tiny: Tiny) -> None:
     """Write `folder`/fp32 and `folder`/bf16, two checkpoints, and `folder`/reference.pt:
 
     {"log_probs": [all documents' tokens, LABELS] fp32, "gradients": {name in files: Tensor}}.
-    Takes the first seed whose routing is at no tie.
+    Takes the first seed whose routing is at no tie, and whose activations are at no jump of their slope.
     """
     for seed in range(20):
         model = random_model(tiny, seed)
-        with routing_margins() as margins:
+        with routing_margins() as margins, jump_distances(model) as distances:
             log_probs, loss = _run(model)
-        if min(margins, default=1.0) > SMALLEST_MARGIN:
+        if min(margins, default=1.0) > SMALLEST_MARGIN and min(distances, default=1.0) > SMALLEST_DISTANCE:
             break
     else:
         raise RuntimeError("no seed gives a routing without ties: are all scores of some token equal?")
@@ -134,6 +135,24 @@ def routing_margins() -> Iterator[list[float]]:
         yield margins
     finally:
         torch.topk, torch.Tensor.topk = real, real_method
+
+
+@contextmanager
+def jump_distances(model: torch.nn.Module) -> Iterator[list[float]]:
+    """Within, every call of an xIELU leaves the least distance of its inputs from 0 and its limit."""
+    from transformers.activations import XIELUActivation
+
+    distances: list[float] = []
+
+    def measure(module: torch.nn.Module, inputs: tuple[Tensor]) -> None:
+        distances.extend((inputs[0].detach() - jump).abs().min().item() for jump in (0.0, module.eps))
+
+    handles = [part.register_forward_pre_hook(measure) for part in model.modules() if isinstance(part, XIELUActivation)]
+    try:
+        yield distances
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def gradient(parameter: Tensor) -> Tensor:
