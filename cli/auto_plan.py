@@ -76,14 +76,12 @@ def plan_micro_batch(
 def _gpu(launch: TrainingLaunch, flag: str, fix: str) -> "Gpu | None":
     """Return the run's kind of GPU; None without one. Raises UsageError, with the flag and its fix, under Ray."""
     from ..tasks.plan.run_plan import Gpu
-    from ..tasks.system.memory import host_memory_share
 
     if launch.uses_ray:
         raise UsageError(f"{flag} cannot be used with --use_ray true: the cluster's GPUs are not known. {fix}.")
     gpus = launch.placement.training
     model = gpu_model(gpus[0]) if gpus else None
-    per_node = launch.processes.per_node
-    return Gpu(*model, per_node, host_memory_share(per_node)) if model else None
+    return Gpu.here(*model, launch.processes.per_node) if model else None
 
 
 def _apply(

@@ -10,7 +10,7 @@ from ..tasks.plan.run_plan import ASSUMED_IMAGES, TEXT, Gpu, Images, check_fits,
 from ..tasks.run.args_json import SECRET
 from ..tasks.run.planning import DataPlan, ProcessLayout, plan_data
 from ..tasks.run.resume import requested_checkpoint
-from ..tasks.system.memory import GIB, host_memory_share
+from ..tasks.system.memory import GIB
 from ..templates.plural import plural
 from .checks.common import check_writable
 from .flags import flags_of, show
@@ -99,8 +99,7 @@ def _check_fits(options: SftOptions, layout: ProcessLayout, launch: TrainingLaun
     if options.training.plan == "off" or not launch.placement.training:
         return
     if model := gpu_model(launch.placement.training[0]):
-        per_node = launch.processes.per_node
-        check_fits(options, layout.world, Gpu(*model, per_node, host_memory_share(per_node)))
+        check_fits(options, layout.world, Gpu.here(*model, launch.processes.per_node))
 
 
 def _server_lines(launch: TrainingLaunch) -> list[str]:

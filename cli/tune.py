@@ -120,7 +120,7 @@ def _launch(options: SftOptions) -> TrainingLaunch:
 def _gpu(launch: TrainingLaunch) -> "Gpu":
     """Return the kind of GPU whose plan orders the layouts."""
     from ..tasks.plan.run_plan import Gpu
-    from ..tasks.system.memory import available_host_memory, host_memory_share
+    from ..tasks.system.memory import available_host_memory
 
     per_node = launch.processes.per_node
     if not launch.gpus:
@@ -128,7 +128,7 @@ def _gpu(launch: TrainingLaunch) -> "Gpu":
     model = gpu_model(launch.placement.training[0])
     if model is None:
         raise UsageError(f"{NAME}: nvidia-smi does not say which GPUs these are. Try layouts by hand.")
-    return Gpu(*model, per_node, host_memory_share(per_node))
+    return Gpu.here(*model, per_node)
 
 
 def _new_folder(tune: TuneOptions, options: SftOptions) -> Path:

@@ -34,7 +34,7 @@ LAYOUT_FLAGS = *FLAGS.values(), *RECOMPUTE_FLAGS, *RECOMPUTED_LAYERS, *OFFLOAD_F
 ALWAYS_SET = [  # by each plan
     *(flag for name, flag in FLAGS.items() if name not in DIVISION), *RECOMPUTE_FLAGS, "cpu_offloading",
 ]  # fmt: skip
-PLANNED_VALUES = {"recompute_modules": (["core_attn"], ["mlp"], ["core_attn", "mlp"])}
+PLANNED_MODULES = ["core_attn"], ["mlp"], ["core_attn", "mlp"]  # values of --recompute_modules
 FIX = "Set the layout's flags instead (`megatron plan` prints them)"
 
 
@@ -71,9 +71,8 @@ def planned(options: SftOptions, requested: Collection[str], world: int, gpu: Gp
     """Return the plan of the run's model and batch. Raises ValueError, with `flag` and its fix, where there is none."""
     if gpu.machine is None:
         raise ValueError(f"{flag}: the speed of {gpu.name} is not known. {fix}")
-    for name, values in PLANNED_VALUES.items():
-        if flag_value(options, name) not in values:
-            raise ValueError(f"{flag} cannot be used with --{name}, which is not planned. Remove one of them")
+    if options.build.recompute_modules not in PLANNED_MODULES:
+        raise ValueError(f"{flag} cannot be used with --recompute_modules, which is not planned. Remove one of them")
     if options.build.recompute_method == "uniform" and options.build.recompute_num_layers not in (None, 1):
         raise ValueError(f"{flag}: --recompute_num_layers is planned as 1 with --recompute_method uniform. Set that")
     if "sequence_parallel" in requested and not options.build.sequence_parallel:

@@ -16,7 +16,7 @@ from ...bridge.options import KernelOptions, MoEOptions, RecomputeOptions
 from ...templates.plural import plural
 from ..observability.run_logger import duration
 from ..options import CausalLmOptions, PlanOptions, PtOptions, SftOptions
-from ..system.memory import GIB
+from ..system.memory import GIB, host_memory_share
 from .gpu_layout import GpuLayout, Recompute
 from .memory import OUTSIDE, Memory, Workload, kept_patches, memory_of_rank
 from .search import search, smallest_cluster
@@ -63,6 +63,11 @@ class Gpu:
     memory: float  # bytes that a process sees
     per_node: int
     host_memory: float = math.inf  # bytes that a process may fill
+
+    @classmethod
+    def here(cls, name: str, memory: float, per_node: int) -> "Gpu":
+        """Return a GPU of this machine, with its share of the host's memory."""
+        return cls(name, memory, per_node, host_memory_share(per_node))
 
     @property
     def machine(self) -> Machine | None:

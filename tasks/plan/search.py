@@ -155,7 +155,7 @@ def _memory_choices(work: Workload, layout: GpuLayout, pins: Mapping[str, Any]) 
             choice = replace(layout, recompute=recompute, recomputed=recomputed)
             numbers = [pins["offloaded_layers"]] if "offloaded_layers" in pins else _offloaded_layers(work, choice)
             for offloaded in numbers:
-                if _takes(work, choice, offloaded):
+                if _can_offload(work, choice, offloaded):
                     yield replace(choice, offloaded_layers=offloaded)
 
 
@@ -170,8 +170,8 @@ def _offloaded_layers(work: Workload, layout: GpuLayout) -> list[int]:
     return [0, min(map(len, layout.stages(work.config.num_layers)))]
 
 
-def _takes(work: Workload, layout: GpuLayout, offloaded: int) -> bool:
-    """Return whether a run takes the number of layers: where only some are recomputed, no others may be offloaded."""
+def _can_offload(work: Workload, layout: GpuLayout, offloaded: int) -> bool:
+    """Return whether a run accepts this number of layers. Where only some are recomputed, it offloads no others."""
     if layout.recompute != "full" or layout.recomputed is None:
         return True
     chunk = max(map(len, layout.stages(work.config.num_layers))) // layout.virtual

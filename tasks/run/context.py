@@ -43,7 +43,6 @@ from ..distributed.collectives import (
 from ..options import SftOptions
 from ..plan.run_plan import Gpu, check_fits
 from ..system import console
-from ..system.memory import host_memory_share
 from .args_json import save_args
 from .head_config import configure_head
 from .planning import ProcessLayout, batches_of, length_multiple, open_vision, tokens_of
@@ -203,7 +202,7 @@ def _check_fits(options: SftOptions) -> None:
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    check_fits(options, world, Gpu(device.name, device.total_memory, per_node, host_memory_share(per_node)))
+    check_fits(options, world, Gpu.here(device.name, device.total_memory, per_node))
 
 
 def _builds_tower(

@@ -1,5 +1,6 @@
 """Memory use of this process, and hints for out-of-memory errors."""
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from ..options.rollout import EngineOptions
 
 GIB = 2**30
 HOST_FILL = 0.6  # share of host memory that plans may fill: processes, page cache and rounding take some too
+CGROUP = Path("/sys/fs/cgroup")
 REMOTE_ERRORS = ("Rollout server", "--teacher_model_server")  # texts in errors of other machines
 _peak = 0  # bytes, measured at the last call of `set_unmapped`
 _unmapped = 0  # bytes that torch counts as reserved although vLLM has unmapped them
@@ -41,16 +43,9 @@ def used_gib() -> float:
 
 def available_host_memory() -> float:
     """Return the bytes of host memory that are free or can be freed, also within a container's limit."""
-    meminfo, limit, usage = (
-        Path(path) for path in ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
-    )
-    if not meminfo.exists():
-        return float("inf")
-    lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) * 1024
-    if limit.exists() and usage.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(usage.read_text()))
-    return available
+    usage = CGROUP / "memory.current"
+    used = int(usage.read_text()) if usage.exists() else 0
+    return min(_host_memory("MemAvailable"), _container_limit() - used)
 
 
 def host_memory_share(processes: int) -> float:
@@ -58,13 +53,23 @@ def host_memory_share(processes: int) -> float:
 
     They do not depend on what is free: all nodes and ranks plan the same.
     """
-    memory, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    total = float("inf")
-    if memory.exists():
-        total = int(memory.read_text().split("MemTotal:")[1].split()[0]) * 1024
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        total = min(total, int(text))
-    return HOST_FILL * total / processes
+    return HOST_FILL * min(_host_memory("MemTotal"), _container_limit()) / processes
+
+
+def _host_memory(line: str) -> float:
+    """Return the bytes in a line of /proc/meminfo; infinity where there is no such file."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return math.inf
+    lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(lines[line].split()[0]) * 1024
+
+
+def _container_limit() -> float:
+    """Return the bytes that this container may use; infinity without a limit."""
+    file = CGROUP / "memory.max"
+    limit = file.read_text().strip() if file.exists() else "max"
+    return math.inf if limit == "max" else int(limit)
 
 
 def set_unmapped(count: int) -> None:

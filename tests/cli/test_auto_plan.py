@@ -8,8 +8,8 @@ import pytest
 from megaswift.cli.auto_plan import plan_layout
 from megaswift.cli.main import main, read_options
 from megaswift.cli.training_launch import TrainingLaunch
+from megaswift.tasks.plan import run_plan
 from megaswift.tasks.run.args_json import save_args
-from megaswift.tasks.system import memory
 
 from tests.cli.conftest import DENSE, write_model, write_tokenizer
 
@@ -93,7 +93,7 @@ def test_flags_that_are_set_stay(gpus, words, capsys) -> None:
 @pytest.mark.parametrize(("host", "is_offloaded"), [(10**12, "true"), (10**9, "false")])
 def test_activations_of_long_documents(host, is_offloaded, gpus, words, capsys, monkeypatch) -> None:
     gpus()
-    monkeypatch.setattr(memory, "host_memory_share", lambda processes: host / processes)
+    monkeypatch.setattr(run_plan, "host_memory_share", lambda processes: host / processes)
     long = "--max_length 131072 --recompute_granularity full --context_parallel_size 1 --tensor_model_parallel_size 1"
     code, printed = dry(capsys, words, long)
     assert code == 0, printed

@@ -244,12 +244,9 @@ def test_numbers_of_layers_on_the_host(rows, workload_of) -> None:
     ]
     assert sorted(times, reverse=True) == times
     assert times[0] - times[1] == pytest.approx(times[2] - times[3])
+    pins = {"offloaded_layers": 36, "micro_batch": 1}
     for memory in (10**12, 100 * 2**30):
-        layout = (
-            search(work, 1, replace(H200, host_memory=0), memory, {"offloaded_layers": 36, "micro_batch": 1})
-            .plans[0]
-            .layout
-        )
+        layout = search(work, 1, replace(H200, host_memory=0), memory, pins).plans[0].layout
         assert (layout.recompute, layout.recomputed, layout.offloaded_layers) == ("full", None, 36)
     # A run takes no more than the layers that are recomputed.
     for layers, has_plan in ((9, True), (10, False)):

@@ -331,7 +331,7 @@ def test_the_first_rank_compares_with_its_own_gpu(command, monkeypatch: pytest.M
     monkeypatch.setattr(context.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(context.torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(context.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(context, "host_memory_share", lambda processes: 10**12 / processes)
+    monkeypatch.setattr(run_plan, "host_memory_share", lambda processes: 10**12 / processes)
     options = options_of(command("8b"))
     with pytest.raises(ValueError, match=r"which has 79\.1\. Set --"):
         context._check_fits(options)
