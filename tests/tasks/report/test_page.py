@@ -101,8 +101,10 @@ def test_a_long_run_is_quick_and_keeps_its_spikes(tmp_path):
     rows = spiky(100_000)
     write_log(tmp_path, rows)
     start = time.process_time()
+    assert len([json.loads(line) for line in (tmp_path / "logging.jsonl").read_text().splitlines()]) == 100_000
+    parsed = time.process_time()
     page = page_of(tmp_path)
-    assert time.process_time() - start < 6  # 1.4 s on an idle machine of 2 cores
+    assert time.process_time() - parsed < 10 * (parsed - start)  # 2.9 times on an idle machine
     curve = page.content["runs"][0]["curves"]["loss"]
     assert len(curve["steps"]) <= 2002
     points = dict(zip(curve["steps"], curve["values"], strict=True))
