@@ -343,8 +343,8 @@ def experts(layers: tuple[int, ...] | None = None) -> list[ParamMapping]:
     ]
 
 
-def shared_experts(name: str, layers: tuple[int, ...], *, gate: bool = False) -> list[ParamMapping]:
-    """Map the shared experts: one gated MLP, called `name` in the checkpoint.
+def shared_experts(name: str, layers: tuple[int, ...] | None = None, *, gate: bool = False) -> list[ParamMapping]:
+    """Map the shared experts in `layers`, by default all: one gated MLP, called `name` in the checkpoint.
 
     gate: their output is weighted by a sigmoid gate.
     """

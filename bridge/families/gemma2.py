@@ -17,11 +17,9 @@ from .decoder import (
     sliding_layers,
 )
 
-FOUR_NORMS = [
-    layer_mapping("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
-    layer_mapping("pre_feedforward_layernorm.weight", "pre_mlp_layernorm.weight", REPLICATED),
-    *POST_NORMS,
-]
+INPUT_NORM = layer_mapping("input_layernorm.weight", "input_layernorm.weight", REPLICATED)
+PRE_MLP_NORM = layer_mapping("pre_feedforward_layernorm.weight", "pre_mlp_layernorm.weight", REPLICATED)
+FOUR_NORMS = [INPUT_NORM, PRE_MLP_NORM, *POST_NORMS]
 
 
 def architecture(config: HfConfig) -> Architecture:

@@ -87,7 +87,6 @@ FAMILY = Family(
     vision_mappings=vision_mappings,
     vlm_names=DENSE.vlm_names,
     limits=(
-        "num_kv_shared_layers",
         "attention_bias",
         "videos and audio: the audio embedder passes through unchanged",
     ),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..kernels import usable
 from ..mapping.architecture import Routing
+from .norm import Norm
 from .replay import CoreReplay, Replay, replay_choice
 
 
@@ -32,6 +33,7 @@ class Router(TopKRouter):
         self.replay = Replay()
         self.router_replay = cast(RouterReplay, CoreReplay(self))  # megatron-core calls it
         self.is_compact = False  # `routing` returns the weights and indices of each token's experts: [tokens, topk]
+        self.norm = self.expert_factors = None
         self.rule: Routing | None = config.architecture.routing  # type: ignore[attr-defined]
         if self.rule is None:
             return
@@ -45,13 +47,21 @@ class Router(TopKRouter):
             self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if self.rule.fp32:
             self.weight.data = self.weight.data.float()
+        if self.rule.input_norm:
+            self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        if self.rule.expert_factors:
+            self.expert_factors = torch.nn.Parameter(torch.empty(experts, dtype=config.params_dtype, device=device))
+            self.expert_factors.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [sequence, batch, experts] of input [sequence, batch, hidden_size]."""
+        if self.norm is not None:
+            input = self.norm(input)
         logits = self._compute_logits(input)
         # The weight is used without calling its module, so no hook applies the adapter.
         adapter = getattr(self, "adapter", None)
-        return logits if adapter is None else adapter(input, logits)
+        logits = logits if adapter is None else adapter(input, logits)
+        return logits if self.norm is None else logits * self.config.hidden_size**-0.5
 
     def _compute_logits(self, input: Tensor) -> Tensor:
         compute_dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
@@ -84,6 +94,8 @@ class Router(TopKRouter):
         topk_weights, experts = choose_experts(logits.float(), self.expert_bias, self.rule, self.config, replayed)
         self.replay.record(experts)
         weights = torch.zeros_like(logits).scatter(1, experts, topk_weights.to(logits.dtype))
+        if self.expert_factors is not None:
+            weights = weights * self.expert_factors.to(weights.dtype)
         routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
         if self.config.moe_expert_capacity_factor is not None:
             weights, routing_map = apply_router_token_dropping(
@@ -129,6 +141,8 @@ class Router(TopKRouter):
                 router_replay=self.router_replay,
                 dense_output=True,
             )
+        if self.expert_factors is not None:
+            weights = weights * self.expert_factors.to(weights.dtype)[experts]
         return self._attach_balancing_losses(weights, logits, length, batch), experts
 
     def _attach_balancing_losses(self, weights: Tensor, logits: Tensor, length: int, batch: int) -> Tensor:

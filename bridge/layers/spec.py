@@ -27,16 +27,19 @@ from .deepstack import DeepStackLayer
 from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet
 from .kimi_delta import KimiDeltaAttention
+from .layer_inputs import ScaledInputLayer
 from .lightning import LightningAttention
 from .mamba import Mamba2
 from .mla import LatentAttention, LatentAttentionSubmodules
 from .mlp import XIELU, RecomputedMLP, SwiGLU
 from .moe import ExpertLayer
 from .norm import Norm, NormBuilder, WideNorm
+from .normed_experts import NormedExpertLayer
 from .parallel_block import ParallelLayer, ParallelMixers
 from .residual import NormedResidualLayer, ResidualAdd, ScaledLayer
 from .router import Router
 from .self_attention import FusedSelfAttention, LayerSelfAttention, heads_config, supports_fused_heads
+from .shared_keys import KeySourceAttention, SharedKeyAttention
 from .short_conv import ShortConv
 from .sparse_attention import SparseLatentAttention
 
@@ -126,11 +129,14 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
     scales = (layer.factors.mixer_output, layer.factors.mlp_output) if layer.factors else scales
     add_mixer, add_mlp = (_residual_add(config, norm, each) for each in scales)
     heads = heads_config(config, layer)
+    has_keys = layer.kv_source is None
+    k_norm = k_norm if has_keys else IdentityOp
+    absent = 2 if not has_keys else 0 if layer.has_values else 1  # projections of keys and values
     attention = ModuleSpec(
-        module=FusedSelfAttention if layer.has_values and supports_fused_heads(heads) else LayerSelfAttention,
+        module=_attention_class(layer, heads),
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=norm_column if layer.has_values else _without_values(norm_column, heads),
+            linear_qkv=_without_projections(norm_column, heads, absent) if absent else norm_column,
             core_attention=CoreAttention,  # pyright: ignore[reportArgumentType]
             linear_proj=output,
             q_layernorm=q_norm,
@@ -157,15 +163,17 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
         attention = ModuleSpec(module=LightningAttention, params={"in_proj": norm_column, "out_proj": row})
     elif layer.mixer == "short_conv":
         attention = ModuleSpec(module=ShortConv, params={"in_proj": norm_column, "out_proj": row})
+    norm_mlp = branch_norm if moe and not architecture.parallel_block else separate_norm
     if moe:
+        norm_mlp = IdentityOp if architecture.expert_norms else norm_mlp
         shared = partial(SharedExperts, submodules=MLPSubmodules(column, row, SwiGLU))
-        mlp = partial(
-            ExpertLayer, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared)
-        )
+        kind = partial(NormedExpertLayer, norm=norm) if architecture.expert_norms else ExpertLayer
+        mlp = partial(kind, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared))
     else:
         activation = XIELU if config.activation_func is XIELU else SwiGLU
         kind = RecomputedMLP if config.recomputes_mlp else MLP  # type: ignore[attr-defined]
         mlp = partial(kind.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, activation))
+        mlp = mlp if layer.ffn_hidden_size is None else _with_width(mlp, layer.ffn_hidden_size)
     spec = ModuleSpec(
         module=NormedResidualLayer if layer.factors else _layer_class(architecture),
         params={"factors": layer.factors} if layer.factors else {},
@@ -173,7 +181,7 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
             input_layernorm=norm_input,
             self_attention=attention,
             self_attn_bda=add_mixer,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=branch_norm if moe and not architecture.parallel_block else separate_norm,
+            pre_mlp_layernorm=norm_mlp,
             mlp=mlp,
             mlp_bda=add_mlp,  # pyright: ignore[reportArgumentType]
         ),
@@ -203,14 +211,24 @@ def _without_absent_part(spec: ModuleSpec, layer: Layer) -> ModuleSpec:
 def _layer_class(architecture: Architecture) -> type[TransformerLayer]:
     if architecture.parallel_block:
         return ParallelLayer
+    if architecture.layer_input_size:
+        return ScaledInputLayer
     return ScaledLayer if architecture.layer_scalar else TransformerLayer
 
 
-def _without_values(linear, heads: TransformerConfig):
-    """Return a builder of `linear` with as many fewer outputs as the values have."""
+def _attention_class(layer: Layer, heads: TransformerConfig) -> type[LayerSelfAttention]:
+    if layer.kv_source is not None:
+        return SharedKeyAttention
+    if layer.gives_keys:
+        return KeySourceAttention
+    return FusedSelfAttention if layer.has_values and supports_fused_heads(heads) else LayerSelfAttention
+
+
+def _without_projections(linear, heads: TransformerConfig, absent: int):
+    """Return a builder of `linear` without the outputs of so many projections of keys and values."""
 
     def build(inputs: int, outputs: int, **kwargs):
-        return linear(inputs, outputs - (heads.num_query_groups or 0) * (heads.kv_channels or 0), **kwargs)
+        return linear(inputs, outputs - absent * (heads.num_query_groups or 0) * (heads.kv_channels or 0), **kwargs)
 
     return build
 
@@ -224,6 +242,17 @@ def _head_norms(config: TransformerConfig, norm: NormBuilder) -> tuple[NormBuild
         return norm, norm
     assert config.num_query_groups is not None
     return partial(WideNorm, config.num_attention_heads), partial(WideNorm, config.num_query_groups)
+
+
+def _with_width(mlp, width: int):
+    """Return a builder of `mlp` with another width than the config's, which megatron-core's second matrix has."""
+
+    def build(*args, config: TransformerConfig, **kwargs):
+        config = copy(config)
+        config.ffn_hidden_size = width
+        return mlp(*args, config=config, **kwargs)
+
+    return build
 
 
 def _with_bias(linear, bias: bool):

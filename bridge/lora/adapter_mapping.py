@@ -39,6 +39,7 @@ LINEAR_MODULES = frozenset({
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
     "decay_down", "decay_up", "gate_down", "gate_up",
     "in_proj", "out_proj", "linear_merge", "fc1_latent_proj", "fc2_latent_proj",
+    "input_gate", "input_proj", "layer_projection",
 })  # fmt: skip
 ROUTER, EMBEDDING_MODULE = "router", "word_embeddings"
 PREFIX = "base_model.model."  # prefix of module names in PEFT's files

@@ -52,6 +52,9 @@ class Layer:
     head_dim: int | None = None  # size of a query, key or value; None: kv_channels
     groups: int | None = None  # key heads; None: num_query_groups
     has_values: bool = True  # a projection of their own; else values are the keys before norm and rope
+    gives_keys: bool = False  # later layers attend to its keys and values
+    kv_source: int | None = None  # earlier layer whose keys and values it attends to; None: its own
+    ffn_hidden_size: int | None = None  # width of its dense MLP; None: that of the other layers
     factors: ResidualFactors | None = None  # None: x + part(norm(x)), as `residual_scale` has it
 
     @property
@@ -69,6 +72,10 @@ class Routing:
     logit_bias: bool = False  # the router's linear layer has a bias
     choice_bias: bool = False  # moe_router_enable_expert_bias, which megatron-core supports for sigmoid scores only
     fp32: bool = False  # router weights in fp32, regardless of the model's dtype
+    input_norm: bool = (
+        False  # the router's input is divided by its root mean square, times a weight / sqrt(hidden_size)
+    )
+    expert_factors: bool = False  # a learned factor on each expert's weight
     sparse_mixer: float | None = None  # SparseMixer's margin, relative to the logits; replaces the other rules
 
 
@@ -263,6 +270,8 @@ class Architecture:
     ropes: tuple[Rope, ...]
     layers: tuple[Layer, ...]  # one per layer
     layer_scalar: bool = False  # each layer's output is multiplied by a number of the checkpoint
+    # Size of the vector that each token gives to each layer; see layers/layer_inputs.py. With `layer_scalar` only.
+    layer_input_size: int | None = None
     embedding_scale: float = 1.0  # factor on the embedding's output, in the model's dtype
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP
     mixer_scales: tuple[float, float] = (1.0, 1.0)  # factors on attention's and Mamba-2's outputs, in layers with both
@@ -290,6 +299,7 @@ class Architecture:
     sparse: SparseAttention | None = None  # requires multi_latent_attention
     expert_bias: bool = False  # biases of both linear layers of each expert
     expert_latent: int | None = None  # width of the experts' inputs and outputs; None: that of the layer
+    expert_norms: bool = False  # norms on inputs and outputs of the experts; see layers/normed_experts.py
     routing: Routing | None = None  # None: the moe_router settings in `transformer` suffice
     mtp_depths: int = 0  # layers of multi-token prediction to build; see layers/mtp.py
     num_labels: int | None = None  # outputs of the score head in place of the output layer; see model/score_head.py

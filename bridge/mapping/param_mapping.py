@@ -134,6 +134,7 @@ class Family:
     vision_mappings: Callable[[Vision], list[ParamMapping]] | None = None
     audio: Callable[[HfConfig], Audio] | None = None  # reads the audio tower from a raw config.json
     audio_mappings: Callable[[Audio], list[ParamMapping]] | None = None
+    builds_towers: Callable[[HfConfig], bool] = lambda hf_config: True  # those of a raw config.json can be built
     vlm_names: tuple[Callable[[str], str], ...] = ()  # renaming functions for tensors of vision-language checkpoints
 
     def describe(self, hf_config: HfConfig, *, vision: bool = False) -> Architecture:
@@ -155,7 +156,7 @@ class Family:
     def has_tower(self, hf_config: HfConfig) -> bool:
         """Return whether a raw config.json has a vision or audio tower that can be built."""
         towers = ("vision_config", self.vision), ("audio_config", self.audio)
-        return any(key in hf_config and reader is not None for key, reader in towers)
+        return any(key in hf_config and reader for key, reader in towers) and self.builds_towers(hf_config)
 
     def read(self, hf_config: HfConfig) -> HfConfig:
         """Return the text model's part of a raw config.json, with defaults for missing and null keys.

@@ -18,6 +18,7 @@ from .. import patches, runtime
 from ..families import family_of
 from ..layers.activation_offload import offload_activations
 from ..layers.embedding import AccumulatingEmbedding
+from ..layers.layer_inputs import LayerInputs
 from ..layers.moe import ExpertLayer
 from ..layers.mtp import PredictingModel
 from ..layers.pooling import ScoreHead
@@ -125,6 +126,8 @@ def _build_chunk(
         layer, norm = mtp_spec(config, transformer_engine=kernels.transformer_engine)
         model.add_prediction(architecture.mtp_depths, layer, norm, runtime.device())
     has_embedding = hasattr(model, "embedding")
+    if architecture.layer_input_size:
+        model.embedding.layer_inputs = LayerInputs(config, model.vocab_size, current_groups())
     if has_embedding and config.accumulate_in_matmul:  # pyright: ignore[reportAttributeAccessIssue]
         # GPTModel creates its embedding without a spec.
         model.embedding.word_embeddings.__class__ = AccumulatingEmbedding

@@ -43,6 +43,11 @@ def transformer_config(
     recomputes_mlp = _recomputes_mlp(options)
     if architecture.sparse:
         _check_selections(architecture.sparse, layer_counts)
+    if is_pipelined and architecture.layer_input_size:
+        raise ValueError(
+            f"--pipeline_model_parallel_size {options.pipeline_model_parallel_size}: every layer of this model reads "
+            "the embeddings (hidden_size_per_layer_input), so all layers are on one stage. Set 1"
+        )
     last_stage = options.decoder_last_pipeline_num_layers
     if options.pipeline_model_parallel_size == 2 and options.decoder_first_pipeline_num_layers is not None:
         last_stage = None  # follows from the first; with VPP megatron-core would divide by the stages between them
@@ -98,10 +103,11 @@ def transformer_config(
         }
     if "num_moe_experts" in settings:
         settings |= _moe_settings(options, kernels, settings)
-        if architecture.expert_latent and settings["moe_shared_expert_overlap"]:
+        differs = architecture.expert_norms or architecture.expert_latent is not None
+        if differs and settings["moe_shared_expert_overlap"]:
             raise ValueError(
                 "--moe_shared_expert_overlap true: the shared expert of this model has another input than the experts "
-                "that are dispatched (moe_latent_size). Remove it"
+                "to which tokens are dispatched. Remove it"
             )
     if kernels.attention == "transformer_engine":
         settings["attention_backend"] = kernels.attention_backend(options)

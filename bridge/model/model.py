@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..layers.deepstack import MediaFeatures
 from ..layers.delta_rule import make_delta_layout
+from ..layers.layer_inputs import LayerInputs
 from ..layers.packed_seqs import AttentionSpan, Documents, make_packed_seqs, next_positions, to_device
 from ..layers.replay import replay_experts
 from ..layers.rope import RotaryRule
@@ -117,6 +118,10 @@ class Model:
         embeddings, bare_chunk = None, cast(GPTModel, getattr(chunk, "module", chunk))
         if inputs.media is not None and hasattr(bare_chunk, "embedding"):
             embeddings = inputs.media.replace_embeddings(bare_chunk.embedding(inputs.tokens, inputs.position_ids))
+        if self.architecture.layer_input_size:
+            embeddings = bare_chunk.embedding(inputs.tokens, inputs.position_ids)
+            layer_inputs: LayerInputs = bare_chunk.embedding.layer_inputs
+            embeddings = layer_inputs.give_to(documents, inputs.tokens, embeddings)
         return chunk(
             inputs.tokens,
             inputs.position_ids,

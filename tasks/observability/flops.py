@@ -92,6 +92,7 @@ class Flops:
             if sizes.multi_latent_attention:
                 return _latent_attention(sizes)
             dim, projections = layer.head_dim or head_dim, 2 if layer.has_values else 1
+            projections = projections if layer.kv_source is None else 0
             width = queries + projections * (layer.groups or groups) + heads
             return hidden * width * dim, 4 * heads * dim
 
@@ -100,7 +101,6 @@ class Flops:
         attention, _ = attention_of(Layer())
         matrices = 3 if sizes.gated_linear_unit else 2
         dense_ffn = sizes.ffn_hidden_size or 4 * hidden
-        dense = matrices * hidden * dense_ffn
         pattern, sparse = [False] * len(layers), 0
         if sizes.num_moe_experts:
             frequency = sizes.moe_layer_freq
@@ -117,12 +117,14 @@ class Flops:
         mixers |= {"attention_and_mamba": lambda layer: attention_of(layer)[0] + _mamba(sizes)}
         parameters = sum(mixers[layer.mixer](layer) for layer in layers)
         parameters += sum(
-            sparse if has_experts else dense
+            sparse if has_experts else matrices * hidden * (layer.ffn_hidden_size or dense_ffn)
             for layer, has_experts in zip(layers, pattern, strict=True)
             if layer.has_mlp
         )
         depths = sizes.architecture.mtp_depths  # type: ignore[attr-defined]
-        parameters += depths * (2 * hidden * hidden + attention + (sparse or dense))
+        parameters += depths * (2 * hidden * hidden + attention + (sparse or matrices * hidden * dense_ffn))
+        # The projections of embeddings for each layer, and each layer's two matrices.
+        parameters += 3 * len(layers) * hidden * (sizes.architecture.layer_input_size or 0)  # type: ignore[attr-defined]
         pairs: Counter[tuple[int | None, int | None]] = Counter()
         indexer = sizes.architecture.sparse  # type: ignore[attr-defined]
         topk = indexer.topk if indexer else None  # a query sees as many keys as in a window of this length

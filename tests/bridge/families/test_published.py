@@ -45,6 +45,10 @@ def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
         inner, outer = of["moe_ffn_hidden_size"], about.expert_latent or hidden
     elif ".shared_experts" in name:
         inner = of["moe_shared_expert_intermediate_size"]
+    elif layer.ffn_hidden_size:
+        inner = layer.ffn_hidden_size
+    vectors = about.layer_input_size or 0
+    projections = 0 if layer.kv_source is not None else 2 if layer.has_values else 1
     normed = {
         "q_layernorm": of.get("q_lora_rank") if latent else head * (heads if about.qk_norm == "all" else 1),
         "k_layernorm": head * (groups if about.qk_norm == "all" else 1),
@@ -52,9 +56,12 @@ def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
     }
     queries = 2 * heads if of.get("attention_output_gate") else heads
     shape = {
-        "word_embeddings": (about.vocab_size, hidden),
+        "word_embeddings": (about.vocab_size, of["num_layers"] * vectors if ".layer_inputs." in name else hidden),
         "output_layer": (about.vocab_size, hidden),
-        "linear_qkv": ((queries + (2 if layer.has_values else 1) * groups) * head, hidden),
+        "linear_qkv": ((queries + projections * groups) * head, hidden),
+        "layer_projection": (of["num_layers"] * vectors, hidden),
+        "input_gate": (vectors, hidden),
+        "input_proj": (hidden, vectors),
         "linear_proj": (hidden, attended),
         "linear_q_proj": (heads * (plain + turning), hidden),
         "linear_q_down_proj": (of.get("q_lora_rank"), hidden),
@@ -90,6 +97,8 @@ def sizes(name: str, about: Architecture, layer: Layer) -> tuple[int, ...]:
         return (1,)
     if name.endswith("self_attention.norm") and layer.mixer == "gated_delta_net":
         return (of["linear_value_head_dim"],)
+    if name.endswith("layer_inputs.norm"):
+        return (vectors,)
     if shape is None:
         return (normed.get(last, hidden),)
     return shape if kind == "weight" else shape[:1]
@@ -231,6 +240,8 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
     if delta := text.get("linear_attn_config"):
         kept = {key: [layer for layer in delta[key] if layer <= 8] for key in ("full_attn_layers", "kda_layers")}
         text["linear_attn_config"] = delta | kept
+    if text.get("num_kv_shared_layers"):
+        text["num_kv_shared_layers"] = 2
     if "moe_layers" in text:
         text["moe_layers"] = [layer for layer in text["moe_layers"] if layer < 8]
     if "moe_layer_end_index" in text:
@@ -242,7 +253,9 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
 
 
 WITH_TOWER = [
-    name for name, model in MODELS.items() if family_of(model.config).vision and "vision_config" in model.config
+    name
+    for name, model in MODELS.items()
+    if family_of(model.config).vision and family_of(model.config).has_tower(model.config)
 ]
 # Whose text models transformers makes within a vision-language model only.
 VISION_LANGUAGE = [name for name, model in MODELS.items() if re.search("_vl_|glm4v", model.family)]

@@ -90,6 +90,63 @@ GEMMA4_31B = {
         "use_clipped_linears": False,
     },
 }
+GEMMA4_26B = GEMMA4_31B | {
+    "text_config": GEMMA4_31B["text_config"]
+    | {
+        "enable_moe_block": True,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "top_k_experts": 8,
+    },
+}
+GEMMA4_E4B = GEMMA4_31B | {
+    "text_config": GEMMA4_31B["text_config"]
+    | {
+        "attention_k_eq_v": False,
+        "hidden_size": 2560,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 10240,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+        "num_attention_heads": 8,
+        "num_global_key_value_heads": None,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+        "sliding_window": 512,
+        "use_double_wide_mlp": False,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "vision_config": GEMMA4_31B["vision_config"]
+    | {
+        "head_dim": 64,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 12,
+        "standardize": False,
+        "use_clipped_linears": True,
+    },
+}
+GEMMA4_E2B = GEMMA4_E4B | {
+    "text_config": GEMMA4_E4B["text_config"]
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+    },
+}
 GEMMA4_12B = {
     "architectures": ["Gemma4UnifiedForConditionalGeneration"],
     "model_type": "gemma4_unified",
@@ -116,11 +173,16 @@ GEMMA4_12B = {
     },
 }
 GEMMA4_TOWERS = ("model.vision_tower.std_bias", "model.embed_vision.embedding_projection.weight")
+# The last layer attends to the keys of another; files have its own nonetheless.
+GEMMA4_SHARED = (*GEMMA4_TOWERS, "model.language_model.layers.34.self_attn.k_proj.weight")
 
 MODELS = {
     "gemma-4-12B-it": Published(
         "gemma4_unified_text", "11907350320", GEMMA4_12B, ("model.vision_embedder.patch_ln1.weight",)
     ),
+    "gemma-4-26B-A4B-it": Published("gemma4_text", "25.2", GEMMA4_26B, GEMMA4_TOWERS),
+    "gemma-4-E2B-it": Published("gemma4_text", "4628569379", GEMMA4_E2B, GEMMA4_SHARED),  # the text model alone
+    "gemma-4-E4B-it": Published("gemma4_text", "7463013418", GEMMA4_E4B, GEMMA4_SHARED),
     "gemma-4-31B-it": Published("gemma4_text", "30.7", GEMMA4_31B, GEMMA4_TOWERS),
     "gemma-2b": Published("gemma", "2506172416", _gemma(2048, 16384, 18, 8, 1)),
     "gemma-7b": Published("gemma", "8537680896", _gemma(3072, 24576, 28, 16, 16)),

@@ -1,0 +1,83 @@
+"""Per-layer embeddings: each token gives each layer a vector of its own (Gemma 4 E2B, E4B).
+
+It is the sum of a row of a second embedding table and of a projection of the token's embedding. A layer multiplies it
+by a projection of its output, and adds a projection of the product.
+"""
+
+import math
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from .deferred_grad import add_shared_grad, shared_leaf
+from .linear import ReplicatedLinear
+from .norm import Norm
+from .packed_seqs import Documents
+from .residual import ScaledLayer
+
+
+class LayerInputs(MegatronModule):
+    """Embedding of tokens for each layer."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, groups: ProcessGroupCollection):
+        super().__init__(config)
+        size: int = config.architecture.layer_input_size  # type: ignore[attr-defined]
+        self.size, width = size, config.num_layers * size
+        assert config.init_method is not None
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            width,
+            init_method=config.init_method,
+            reduce_scatter_embeddings=config.sequence_parallel,
+            config=config,
+            tp_group=groups.tp,
+        )
+        self.layer_projection = ReplicatedLinear(config, config.hidden_size, width)
+        self.norm = Norm(config, size, config.layernorm_epsilon)
+
+    def forward(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
+        """Return the vectors [sequence, rows, layers, size], divided like the embeddings by sequence parallelism.
+
+        tokens: [rows, sequence]. embeddings: of the tokens, [sequence (/ TP), rows, hidden_size]
+        """
+        rows = self.word_embeddings(tokens)
+        rows = rows if self.config.sequence_parallel else rows.transpose(0, 1)
+        scale = float(torch.tensor(math.sqrt(self.size), dtype=rows.dtype))  # as transformers rounds it
+        projected = self.layer_projection(embeddings) * self.config.hidden_size**-0.5
+        rows, projected = (x.unflatten(-1, (-1, self.size)) for x in (rows, projected))
+        return (self.norm(projected) + rows * scale) * 2**-0.5
+
+    def give_to(self, documents: Documents, tokens: Tensor, embeddings: Tensor) -> Tensor:
+        """Compute the vectors for the layers of a micro batch; return the embeddings, whose gradients come last."""
+        made = self(tokens, embeddings)
+        documents.layer_inputs = shared_leaf(made)
+        return add_shared_grad(embeddings, made, documents.layer_inputs)
+
+
+class InputLayer(TransformerLayer):
+    """Layer that adds norm(W2 (act(W1 x) * v)) to its output x, where v is the layer's vector of the token."""
+
+    def __init__(self, config: TransformerConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        size: int = config.architecture.layer_input_size  # type: ignore[attr-defined]
+        self.input_gate = ReplicatedLinear(config, config.hidden_size, size)
+        self.input_proj = ReplicatedLinear(config, size, config.hidden_size)
+        self.input_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *args, **kwargs):
+        hidden_states, context = super().forward(*args, **kwargs)
+        assert isinstance(hidden_states, Tensor)
+        documents: Documents = kwargs["packed_seq_params"]
+        assert documents.layer_inputs is not None
+        vectors = documents.layer_inputs[:, :, self.layer_number - 1]
+        gated = self.config.activation_func(self.input_gate(hidden_states)) * vectors
+        return hidden_states + self.input_norm(self.input_proj(gated)), context
+
+
+class ScaledInputLayer(ScaledLayer, InputLayer):
+    """Layer with per-layer inputs, whose output is then multiplied by a number of the checkpoint."""
