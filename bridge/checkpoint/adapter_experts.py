@@ -1,4 +1,4 @@
-"""PEFT's fused adapters of experts, split into one adapter per expert.
+"""PEFT's fused adapters of experts: read as one adapter per expert, and written.
 
 PEFT trains one adapter for the fused matrices of all experts of a layer: lora_A [experts * rank, inputs] and lora_B
 [outputs, rank * experts]. Expert e owns the columns e, e + experts, ... of lora_B. Gate and up are one matrix with
@@ -14,6 +14,51 @@ from torch import Tensor
 
 from ..lora.adapter_mapping import FUSED_EXPERTS, PREFIX, AdapterPlan
 from .safetensors_io import SafetensorsFolder, StoredTensor, take_strided
+
+
+def fuse_experts(name: str, stacked: Tensor) -> Tensor:
+    """Return PEFT's form of a stack of the experts' matrices: lora_A [experts, rank, inputs] or lora_B [experts, ...].
+
+    name: of the tensor in the file, which says which of both it is
+    """
+    return stacked.flatten(0, 1) if _is_a(name) else stacked.permute(1, 2, 0).flatten(1)
+
+
+def fused_shape(name: str, stacked: tuple[int, ...]) -> tuple[int, int]:
+    """Return the shape of `fuse_experts`, given that of the stack."""
+    experts, rows, columns = stacked
+    return (experts * rows, columns) if _is_a(name) else (rows, columns * experts)
+
+
+def _is_a(name: str) -> bool:
+    return name.endswith("lora_A.weight")
+
+
+class StackedExperts:
+    """View of `source` in which fused adapters of experts are stacks, [experts, rank, inputs] and so on."""
+
+    def __init__(self, source: SafetensorsFolder, plan: AdapterPlan):
+        self.folder, self._source, self._stacked = source.folder, source, plan.stacked & source.tensors.keys()
+        self._experts = max(entry.num_experts for entry in plan.entries.values())
+        self.tensors = dict(source.tensors)
+        for name in self._stacked:
+            (rows, columns), experts = source.tensors[name].shape, self._experts
+            shape = (experts, rows // experts, columns) if _is_a(name) else (experts, rows, columns // experts)
+            self.tensors[name] = source.tensors[name]._replace(shape=shape)
+
+    def read(
+        self, name: str, dim: int, start: int, stop: int, expert_index: int | None = None, step: int = 1
+    ) -> Tensor:
+        """Read a slice, as `SafetensorsFolder.read` does."""
+        if name not in self._stacked:
+            return self._source.read(name, dim, start, stop, expert_index, step)
+        fused, experts = self._read_all(name), self._experts
+        stack = fused.unflatten(0, (experts, -1)) if _is_a(name) else fused.unflatten(1, (-1, experts)).permute(2, 0, 1)
+        return take_strided(stack[expert_index].narrow(dim, start, stop - start), dim, step)
+
+    @lru_cache(maxsize=8)  # noqa: B019  (freed with this object once the adapter is loaded)
+    def _read_all(self, name: str) -> Tensor:
+        return self._source.read(name, 0, 0, self._source.tensors[name].shape[0])
 
 
 class SeparatedExperts:
@@ -61,7 +106,7 @@ class SeparatedExperts:
     def _read_expert(self, name: str) -> Tensor:
         fused, expert, part = self._fused[name]
         values = self._read_all(fused)
-        if name.endswith("lora_A.weight"):
+        if _is_a(name):
             return values.unflatten(0, (self._experts, -1))[expert]
         return values.unflatten(1, (-1, self._experts))[:, :, expert].split(self.tensors[name].shape[0])[part]
 

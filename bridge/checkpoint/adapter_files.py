@@ -2,7 +2,8 @@
 
 Tensors are named base_model.model.<module>.lora_A.weight after the checkpoint's modules, with one adapter per expert.
 transformers fuses experts into parameters, and PEFT converts these adapters when it loads them. For this,
-adapter_config.json lists the parameters in `target_parameters`.
+adapter_config.json lists the parameters in `target_parameters`. Where the checkpoint itself has all experts of a layer
+in one tensor, so do the adapters, in PEFT's form and vLLM's.
 """
 
 import json
@@ -26,7 +27,7 @@ from ..mapping.local_params import collect_params
 from ..mapping.param_mapping import TOWERS, ParamKey, ParamTable
 from ..model.chunk_mapping import describe_chunks
 from ..parallel import barrier
-from .adapter_experts import SeparatedExperts
+from .adapter_experts import SeparatedExperts, StackedExperts, fuse_experts, fused_shape
 from .hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .load import read_tensors
 from .safetensors_io import SafetensorsFolder, sync, write_shard
@@ -84,7 +85,9 @@ def load_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, fo
     Raises ValueError for unexpected and missing tensors and for mismatched shapes.
     """
     source = SafetensorsFolder(folder)
-    if any(FUSED_EXPERTS.fullmatch(name.partition(".lora_")[0]) for name in source.tensors):
+    if lora.plan.stacked:
+        source = StackedExperts(source, lora.plan)
+    elif any(FUSED_EXPERTS.fullmatch(name.partition(".lora_")[0]) for name in source.tensors):
         source = SeparatedExperts(source, lora.plan, lora.settings.rank)
     tensors, entries = trained_tensors(chunks, lora)
     expected = {name for entry in entries.values() for name in entry.hf}
@@ -158,12 +161,13 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfi
     modules, parameters, fused = plan.modules, [], {}
     alpha, rslora = settings.alpha, settings.rslora
     if "num_moe_experts" in architecture.transformer:
+        modules = [name for name in modules if name not in plan.stacked_parameters]
         fused_modules = {name for name in modules if name.rpartition(".")[2] in PARAMETER_LEAVES}
         modules = [name for name in modules if name not in fused_modules]
-        parameters = _parameters(fused_modules)
+        parameters = sorted([*_parameters(fused_modules), *plan.stacked_parameters.values()])
         if plan.has_experts:  # neither PEFT's fusion nor vLLM supports rslora for experts
             alpha, rslora = settings.scaling * settings.rank, False
-            fused = {FUSED: 2}
+            fused = {} if plan.stacked else {FUSED: 2}
     saved = {
         _leaf(entry.hf[0].removesuffix(".weight"))
         for key, entry in plan.modules_to_save.items()
@@ -216,7 +220,11 @@ def _join_files(parts: Path, file: Path, lora: Lora) -> None:
     if set(names.values()) != source.tensors.keys():
         raise RuntimeError(f"{len(source.tensors)} tensors were written, which are not those of the adapter")
     specs = {name: source.tensors[original].spec for name, original in names.items()}
-    write_shard(file, specs, ((name, source.read(x, 0, 0, specs[name].shape[0])) for name, x in names.items()))
+    stacked = plan.stacked
+    tensors = ((name, source.read(x, 0, 0, source.tensors[x].shape[0])) for name, x in names.items())
+    tensors = ((name, fuse_experts(name, tensor) if name in stacked else tensor) for name, tensor in tensors)
+    specs |= {name: specs[name]._replace(shape=fused_shape(name, specs[name].shape)) for name in stacked}
+    write_shard(file, specs, tensors)
 
 
 def _leaf(name: str) -> str:

@@ -243,8 +243,9 @@ def plan_jobs(
             pieces = []
             for expert in range(entry.num_experts):
                 sibling = key._replace(expert=expert)
+                shard = tensors.get(sibling, tensor)
                 pieces.append(
-                    TensorShards(entries[sibling], spans, _holders(expert, entry), tensors.get(sibling, tensor))
+                    TensorShards(entries[sibling], spans, _holders(expert, entry), shard, merges.get(sibling))
                 )
             job_lists[2].append(GatherJob(specs, pieces, key.layer))
     dense_copies = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))

@@ -22,6 +22,7 @@ from ..lora.merge import merge_functions
 from ..mapping.architecture import HfConfig
 from ..mapping.local_params import collect_params
 from ..model.chunk_mapping import describe_chunks, map_chunks
+from .adapter_experts import fuse_experts
 from .adapter_files import trained_tensors
 from .safetensors_io import TensorSpec, tensor_names
 from .save import GatherJob, batch_jobs, gather_job, init_communicator, plan_jobs
@@ -95,7 +96,9 @@ def stream_adapter(
         copies.setdefault(original, []).append(name)
     names = {name for entry in entries.values() for name in entry.hf}
     job_lists = plan_jobs(tensors, entries, architecture, None, {})
+    stacked = lora.plan.stacked
     for name, tensor in _stream_buckets(_plan_buckets(job_lists, bucket_bytes, names)):
+        tensor = fuse_experts(name, tensor) if name in stacked else tensor
         yield from ((copy, tensor) for copy in (name, *copies.get(name, ())))
 
 

@@ -212,6 +212,7 @@ FAMILY = Family(
     vlm_names=(add_language_model_prefix,),
     limits=(
         "attention_bias",
+        "pipeline parallelism with hidden_size_per_layer_input (E2B, E4B)",
         "images with use_clipped_linears or hidden_size_per_layer_input (E2B, E4B)",
         "videos and audio: the audio tower passes through unchanged",
     ),

@@ -45,7 +45,9 @@ ROUTER, EMBEDDING_MODULE = "router", "word_embeddings"
 PREFIX = "base_model.model."  # prefix of module names in PEFT's files
 A_MATRIX = re.compile(r"(.+)\.lora_(?:A\.weight|embedding_A)")
 # PEFT's names of a layer's fused expert matrices with adapters; with .base_layer: gate and up.
-FUSED_EXPERTS = re.compile(r".*\blayers\.(\d+)\.[\w.]+?\.experts(\.base_layer)?")
+FUSED_EXPERTS = re.compile(r".*\blayers\.(\d+)\.(?:[\w.]+?\.)?experts(\.base_layer)?")
+# transformers' class of Llama 4 does not say that its matrices are transposed, and PEFT would swap their factors.
+SWAPPED_EXPERTS = "feed_forward.experts."
 HEADS = ("score", "classifier")
 DEFAULT_DROPOUT = 0.05
 GROUPS = {"all-linear": LINEAR_MODULES, "all-router": {ROUTER}, "all-embedding": {EMBEDDING_MODULE}}
@@ -60,6 +62,7 @@ class AdapterPlan:
     modules_to_save: ParamTable = field(default_factory=dict)  # table of the fully trained parameters
     modules: list[str] = field(default_factory=list)  # Hugging Face names of the modules with adapters
     dropout: float = 0.0
+    stacked_parameters: dict[str, str] = field(default_factory=dict)  # those of `modules` that hold all experts
     # Whether PEFT treats some of them as parameters: experts, routers, and modules of the same names in MoE models.
     parameters: bool = False
     # Further names of saved tensors in the file, each with the original name: PEFT saves a tied embedding twice.
@@ -71,6 +74,11 @@ class AdapterPlan:
     def all_entries(self) -> ParamTable:
         """Table of the adapters and of the fully trained parameters."""
         return self.entries | self.modules_to_save
+
+    @property
+    def stacked(self) -> set[str]:
+        """Names of the adapters' tensors in the file that hold those of all experts of a layer."""
+        return {name for entry in self.entries.values() if entry.expert_index is not None for name in entry.hf}
 
     @property
     def has_experts(self) -> bool:
@@ -143,7 +151,10 @@ def plan_adapters(
             )
         plan.adapted[matrix.key] = tuple(chosen)
         plan.entries |= _adapter_entries(matrix, chosen, settings)
-        plan.modules += [matrix.names[part] for part in chosen]
+        if not matrix.entry.expert_index:  # None, or the first of stacked experts
+            plan.modules += [matrix.names[part] for part in chosen]
+        if matrix.entry.expert_index == 0:
+            plan.stacked_parameters |= dict(zip(matrix.names, matrix.entry.hf, strict=True))
     _check_targets(plan, hits, settings, entries)
     plan.parameters = "num_moe_experts" in architecture.transformer and any(
         re.search(r"\.(?:linear_fc[12]|router)\.weight", key.name) for key in plan.adapted
@@ -219,12 +230,19 @@ def _matching_targets(targets: Container[str], name: str, matrix: _Matrix) -> li
 
 def _unadapted_reason(matrix: _Matrix, architecture: Architecture) -> str:
     """Return why a matrix takes no adapters, for messages; "" if it takes them."""
-    if matrix.entry.expert_index is not None or matrix.entry.transposed:
-        return "holds all experts in one tensor, which takes no adapters in this version"
-    if matrix.key.expert is not None and not architecture.transformer["gated_linear_unit"]:
-        return "is of an expert without a gate, which takes no adapters in this version"
+    if matrix.key.expert is not None:
+        return unadapted_experts(matrix.entry, architecture)
     if architecture.mamba and matrix.leaf == "out_proj":
         return "is the last matrix of a Mamba-2 layer, which transformers' kernels compute without adapters"
+    return ""
+
+
+def unadapted_experts(entry: MappingEntry, architecture: Architecture) -> str:
+    """Return why a matrix of experts takes no adapters, for messages; "" if it takes them."""
+    if SWAPPED_EXPERTS in entry.hf[0]:
+        return "is of experts whose adapters PEFT would swap"
+    if not architecture.transformer["gated_linear_unit"]:
+        return "is of an expert without a gate, which takes no adapters in this version"
     return ""
 
 
@@ -233,6 +251,10 @@ def _adapter_entries(matrix: _Matrix, chosen: list[int], settings: LoraSettings)
     (name, layer, expert), kind = matrix.key, matrix.entry.kind
     base = name.removesuffix("weight") + "adapter."
     modules = [PREFIX + matrix.names[part] for part in chosen]
+    stack = {"num_experts": matrix.entry.num_experts, "expert_index": matrix.entry.expert_index}
+    if matrix.entry.expert_index is not None and not matrix.entry.hf[0].endswith(".weight"):
+        # Parameters of one module, which PEFT wraps once for each, first for gate and up.
+        modules = [module.rpartition(".")[0] + ".base_layer" * (matrix.leaf == "linear_fc1") for module in modules]
 
     def names(leaf: str) -> tuple[str, ...]:
         return tuple(f"{module}.{leaf}" for module in modules)
@@ -247,7 +269,10 @@ def _adapter_entries(matrix: _Matrix, chosen: list[int], settings: LoraSettings)
         a = MappingEntry(_concatenated(len(chosen)), names("lora_A.weight"))
         rows = _select_parts(kind, chosen)
         b, magnitude = MappingEntry(rows, names("lora_B.weight")), MappingEntry(rows, names("lora_magnitude_vector"))
-    tensors = {ParamKey(base + "lora_A", layer, expert): a, ParamKey(base + "lora_B", layer, expert): b}
+    tensors = {
+        ParamKey(base + "lora_A", layer, expert): a._replace(**stack),
+        ParamKey(base + "lora_B", layer, expert): b._replace(**stack),
+    }
     if settings.dora:
         if magnitude is None:
             raise ValueError("--use_dora is not for embeddings: leave all-embedding out of --target_modules")

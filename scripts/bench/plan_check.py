@@ -32,10 +32,11 @@ GIB = 2**30
 MARKERS = "<!-- plan -->", "<!-- /plan -->"
 HEADINGS = ("model", "GPUs", "system", "GPU", "GiB planned", "measured", "error", "s/step planned", "measured", "error")
 # Runs of another program, by row and call: the experts of gpt-oss kept more and were slower; trained towers kept more
-# of a patch, did not use the memory that is free, and were recomputed in pipelines.
+# of a patch, did not use the memory that is free, and were recomputed in pipelines. Experts of gpt-oss had no adapters.
 OLD_RUNS = {
     ("moe-ep2", "2026-11-26 21:12"),
     ("gpt-oss-20b-lora", "2026-11-26 10:18"),
+    ("gpt-oss-20b-lora", "2026-11-26 12:53"),
     ("vl-4b-trained", "2026-11-25 03:50"),
     ("vl-4b-trained-mb1", "2026-11-26 04:42"),
     ("vl-4b-tp2", "2026-11-26 13:48"),

@@ -156,7 +156,7 @@ class Workload:
     @property
     def has_frozen_experts(self) -> bool:
         """Return whether experts are neither trained nor have adapters."""
-        return self.lora_rank is not None and self.parameters.fused_experts
+        return self.lora_rank is not None and self.parameters.plain_experts
 
     @property
     def has_dense_mlps(self) -> bool:

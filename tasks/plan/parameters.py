@@ -15,6 +15,7 @@ import torch
 from ...bridge.checkpoint.pretrained import empty_model
 from ...bridge.families import family_of
 from ...bridge.layers.vision_tower import MERGERS
+from ...bridge.lora.adapter_mapping import unadapted_experts
 from ...bridge.mapping.architecture import Architecture, HfConfig
 from ...bridge.mapping.param_mapping import (
     EMBEDDING,
@@ -61,7 +62,7 @@ class ModelParameters:
     mergers: Parameters = field(default_factory=Parameters)
     prediction: Parameters = field(default_factory=Parameters)  # layers of multi-token prediction
     tied: bool = False
-    fused_experts: bool = False  # files have a layer's experts in one tensor, which takes no adapters by default
+    plain_experts: bool = False  # experts take no adapters
 
     @property
     def total(self) -> int:
@@ -130,7 +131,7 @@ def count_parameters(hf_config: HfConfig, transformers_config: Any, depths: int 
             count = _count(key, entry, shapes, architecture)
         if EXPERTS in key.name:
             part.expert += count
-            model.fused_experts |= entry.expert_index is not None
+            model.plain_experts |= bool(unadapted_experts(entry, architecture))
         elif entry.kind.dim is None or key.name.startswith(TOWERS):
             part.replicated += count
         else:

@@ -89,10 +89,11 @@ def smallest_cluster(work: Workload, machine: Machine, memory: float, pins: Mapp
 def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, Any]) -> Iterator[GpuLayout]:
     """Yield the layouts that the model and the batch allow, without recomputation and offload."""
     config = work.config
+    stages = range(1, 2 if config.architecture.layer_input_size else min(gpus, config.num_layers) + 1)  # type: ignore[attr-defined]
     powers = [2**power for power in range(11) if 2**power <= gpus]
     values = {
         "tensor": [n for n in powers if n <= machine.per_node and _divides_matrices(work, n)],
-        "pipeline": [n for n in range(1, gpus + 1) if gpus % n == 0 and n <= config.num_layers],
+        "pipeline": [n for n in stages if gpus % n == 0],
         "context": [n for n in powers if work.length % (2 * n) == 0],
         "expert": [n for n in powers if config.num_moe_experts and config.num_moe_experts % n == 0] or [1],
         "micro_batch": list(MICRO_BATCHES),

@@ -34,6 +34,8 @@ def unsupported_by_vllm(settings: LoraSettings, plan: AdapterPlan | None = None)
         return "adapters of the embedding or the output layer"
     if any(name.endswith(".kv_b_proj") for name in plan.modules):
         return "adapters of kv_b_proj, which it ignores silently"
+    if any(".mlp.experts." not in name for name in plan.stacked_parameters):
+        return "adapters of this model's experts, whose gates and ups it would mix"
     if plan.has_experts and settings.rank not in RANKS:
         return f"adapters of experts of rank {settings.rank}: its kernel takes {', '.join(map(str, RANKS))}"
     return None

@@ -47,6 +47,7 @@ WHERE = {
     "dense layers": ("TP2 SP EP2",),
     "experts": ("one process", "TP2 SP ETP2", "EP2 ZeRO-1"),
     "experts and routers": ("one process", "EP2"),
+    "stacked experts": ("one process", "TP2 SP EP2"),
 }
 # The product of both: long.
 WHERE_LONG = {
@@ -62,6 +63,7 @@ WHERE_LONG = {
     "dense layers": ("one process", "TP2 SP", "PP2"),
     "experts": ("recompute", "EP2", "TP2 SP EP2", "PP2 VPP2", "CP2"),
     "experts and routers": ("TP2 SP ETP2", "TP2 SP EP2"),
+    "stacked experts": ("TP2 SP ETP2", "EP2"),
     "Mamba-2": ("one process", "TP2 SP", "CP2"),
     "Mamba-2 and experts": ("one process", "TP2 SP ETP2"),
     "Kimi delta attention": ("one process", "TP2 SP ETP2"),
@@ -77,6 +79,7 @@ KEPT = {
     "DoRA": ("TP2 SP",),
     "tied embeddings": ("PP2",),
     "experts": ("one process", "TP2 SP EP2"),
+    "stacked experts": ("one process", "EP2"),
     **dict.fromkeys(FAMILIES, ("one process",)),
 }
 KEPT_LONG = {
@@ -85,6 +88,8 @@ KEPT_LONG = {
     "DoRA": ("one process",),
     "all biases": ("TP2 SP",),
     "experts": ("TP2 SP ETP2",),
+    "stacked experts": ("TP2 SP ETP2",),
+    "stacked experts and MLPs": ("TP2 SP EP2",),  # its routers are too close to a choice to train
     "experts and routers": ("one process", "TP2 SP EP2"),
 }
 

@@ -47,6 +47,7 @@ LATENT = r"(q_a|q_b|kv_b|o)_proj|kv_a_proj_with_mqa"
 KIMI = r".+self_attn.*\.([qkvbo]|[fg]_[ab]|kv_b)_proj|.+_with_mqa"
 DENSE = rf".+\.self_attn\.({LATENT})|.+\.mlp\.(shared_experts\.)?(gate|up|down)_proj"
 FEW = r"model\.layers\.[{}]\.(self_attn\.k_proj|mlp\.gate_proj)"
+EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 CASES = {
     "qwen3": Case("qwen3", PROJECTIONS),
     "llama": Case("llama", PROJECTIONS),
@@ -93,6 +94,9 @@ CASES = {
     "gemma3": Case("gemma3_text", r".+_proj", by_hand=True),
     "Moonlight": Case("deepseek_v3 Moonlight", rf"{DENSE}|.+\.(q|\d+\.\w+)_proj", by_hand=True),
     "shared experts": Case("qwen2_moe", r".+_proj", by_hand=True),
+    # All experts of a layer in one tensor: transposed with gates and ups by turns, or not.
+    "stacked experts": Case("gpt_oss", r".+\.[qkvo]_proj", peft=EXPERTS),
+    "stacked experts and MLPs": Case("gemma4_text experts", PROJECTIONS, peft=EXPERTS),
     "Mamba-2": Case("nemotron_h dense", r".+\.(in|q|k|v|o|up|down)_proj"),
     "Mamba-2 and experts": Case(
         "nemotron_h latent", r".+\.(in|q|k|v|o|fc[12]_latent)_proj|.+shared_experts\.(up|down)_proj"
@@ -243,15 +247,15 @@ def _peft(case: Case, base: Path) -> Any:
     model = load_base(base)
     names = {name for name, _ in model.named_modules() if re.fullmatch(case.modules, name)}
     # Of these PEFT makes the experts' where there are any; as parameters they stay what they are.
-    experts = hasattr(model.config, "n_routed_experts")
+    experts = hasattr(model.config, "n_routed_experts") or case.peft is EXPERTS
     named = {name for name in names if experts and name.rpartition(".")[2] in AS_PARAMETERS}
+    parameters = [*(f"{name}.weight" for name in sorted(named)), *case.peft.get("target_parameters", ())]
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=RANK,
         lora_alpha=ALPHA,  # type: ignore[arg-type]
         target_modules=sorted(names - named),
-        target_parameters=[f"{name}.weight" for name in sorted(named)] or None,
-        **case.peft,
+        **case.peft | {"target_parameters": parameters or None},
     )
     with torch.random.fork_rng(), warnings.catch_warnings():
         torch.manual_seed(11)

@@ -149,20 +149,18 @@ def test_the_models_own_targets(dense: Path, mixture: Path) -> None:
 
 
 def test_experts_as_the_checkpoint_has_them(tmp_path: Path) -> None:
-    """Of one family, some checkpoints have all experts in one tensor, which takes no adapters; others one by one."""
+    """Of one family, some checkpoints have all experts in one tensor; others one by one, gates beside ups."""
     one_by_one = [f"{each}.{name}_proj.weight" for each in (0, 1) for name in ("gate", "up", "down")]
-    for stored, fits in ((["gate_up_proj", "down_proj"], False), (one_by_one, True)):
+    for stored, targets in ((["gate_up_proj", "down_proj"], "gate_up_proj"), (one_by_one, "gate_proj up_proj")):
         config = MIXTURE | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
         config |= {"num_hidden_layers": 1, "num_experts": 2, "layer_types": ["full_attention"]}
         config |= {"shared_expert_intermediate_size": 24}
         model = write_model(tmp_path / "model", config)
         names = [f"model.layers.0.mlp.experts.{name}" for name in stored]
         (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "")}))
-        if fits:
-            check(f"{LORA} --target_modules linear_proj linear_fc1 linear_fc2", model)
-        else:
-            said = refusal(f"{LORA} --target_modules linear_proj linear_fc1 linear_fc2", model)
-            assert "model.layers.0.mlp.experts.gate_up_proj holds all experts in one tensor" in said
+        check(f"{LORA} --target_modules linear_proj linear_fc1 linear_fc2", model)
+        check(f"{LORA} --target_modules {targets} down_proj", model)
+        assert "experts have adapters" in refusal(f"{LORA} --target_modules linear_proj linear_fc2", model)
 
 
 def test_an_empty_list_of_targets(dense: Path, tmp_path: Path) -> None:
