@@ -93,6 +93,9 @@ def architecture(config: HfConfig) -> Architecture:
 
 
 def _expert_settings(config: HfConfig) -> TransformerArgs:
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if config.get(key) is None:
+            raise ValueError(f"config.json has enable_moe_block, and no {key}")
     return {
         "num_moe_experts": config["num_experts"],
         "moe_router_topk": config["top_k_experts"],
@@ -164,6 +167,8 @@ def _full_heads(config: HfConfig, types: list[str]) -> dict[str, int | None]:
 def vision(hf_config: HfConfig) -> Vision:
     text = FAMILY.defaults | hf_config["text_config"]
     check_bidirectional_images(text)
+    if text["hidden_size_per_layer_input"]:
+        raise ValueError("config.json has hidden_size_per_layer_input: images are not supported with it")
     return tower_settings(hf_config, text["hidden_size"])
 
 

@@ -145,7 +145,7 @@ class Family:
         architecture = self.architecture(self.read(hf_config))
         if not vision:
             return architecture
-        if not self.has_tower(hf_config):
+        if not self._has_tower_settings(hf_config):
             raise ValueError(f"{self.name}: this model has no vision tower, or its tower is not supported")
         return replace(
             architecture,
@@ -155,8 +155,11 @@ class Family:
 
     def has_tower(self, hf_config: HfConfig) -> bool:
         """Return whether a raw config.json has a vision or audio tower that can be built."""
+        return self._has_tower_settings(hf_config) and self.builds_towers(hf_config)
+
+    def _has_tower_settings(self, hf_config: HfConfig) -> bool:
         towers = ("vision_config", self.vision), ("audio_config", self.audio)
-        return any(key in hf_config and reader for key, reader in towers) and self.builds_towers(hf_config)
+        return any(key in hf_config and reader is not None for key, reader in towers)
 
     def read(self, hf_config: HfConfig) -> HfConfig:
         """Return the text model's part of a raw config.json, with defaults for missing and null keys.

@@ -120,7 +120,7 @@ class Model:
             embeddings = inputs.media.replace_embeddings(bare_chunk.embedding(inputs.tokens, inputs.position_ids))
         if self.architecture.layer_input_size:
             embeddings = bare_chunk.embedding(inputs.tokens, inputs.position_ids)
-            layer_inputs: LayerInputs = bare_chunk.embedding.layer_inputs
+            layer_inputs = cast(LayerInputs, bare_chunk.embedding.layer_inputs)
             embeddings = layer_inputs.give_to(documents, inputs.tokens, embeddings)
         return chunk(
             inputs.tokens,

@@ -245,7 +245,12 @@ def test_layers_with_an_indexer_have_two_names(name) -> None:
             "norm_type 'rms_norm'; this family is supported with 'layer_norm' on",
         ),
         ("apertus", {"hidden_act": "silu"}, "hidden_act 'silu'; this family is supported with 'xielu' only"),
-        ("gemma4_text", {}, "hidden_size_per_layer_input 256; this family is supported with 0 only"),
+        (
+            "gemma4_text",
+            {"vocab_size_per_layer_input": 9},
+            "vocab_size_per_layer_input 9; this family is supported with",
+        ),
+        ("gemma4_text", {"num_kv_shared_layers": 27}, "no layer before the last 27 has the attention of layer 5"),
         (
             "gemma4_text",
             {"hidden_size_per_layer_input": 0, "per_layer_config": {"3": {"head_dim": 16}}},
@@ -254,7 +259,7 @@ def test_layers_with_an_indexer_have_two_names(name) -> None:
         (
             "gemma4_text",
             {"hidden_size_per_layer_input": 0, "enable_moe_block": True},
-            "enable_moe_block True; this family is supported with False only",
+            "config.json has enable_moe_block, and no num_experts",
         ),
         ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm False; this family is supported with True only"),
         ("hunyuan_v1_moe", {"use_cla": True}, "use_cla True; this family is supported with False only"),
