@@ -296,6 +296,11 @@ def test_through_megatrons_format(made, one_process, tmp_path, trains):  # noqa:
             load_distributed(without.chunks, config, mcore)
 
 
+@pytest.mark.parametrize(
+    "made",
+    [pytest.param(name, marks=[pytest.mark.long] * (name == "Qwen3Next tied")) for name in CASES],
+    indirect=True,
+)
 def test_two_processes(made):
     compare_layouts(*made, processes=2, layouts=7)
 

@@ -17,6 +17,7 @@ SHAPES = {
     "three ranks, one expert each": ([4, 70, 11], 1, 2, 20),
     "no token": ([0, 0], 4, 2, 8),
 }
+SLOW = "topk 8, wide rows", "four ranks"
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +132,10 @@ def choices_of(chosen: torch.Tensor, rank: int, local_experts: int) -> torch.Ten
     return order[chosen.flatten()[order] // local_experts == rank]
 
 
-@pytest.mark.parametrize(("tokens", "local", "topk", "width"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    ("tokens", "local", "topk", "width"),
+    [pytest.param(*shape, id=name, marks=[pytest.mark.long] * (name in SLOW)) for name, shape in SHAPES.items()],
+)
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 0), (torch.bfloat16, 4096)], ids=["fp32", "bf16"])
 def test_rows_of_local_experts_and_back(device, monkeypatch, tokens, local, topk, width, dtype, expected):
     """In fp32 fewer rows are expected than there are: they are copied again."""
@@ -168,7 +172,9 @@ def test_rows_of_local_experts_and_back(device, monkeypatch, tokens, local, topk
 BATCHES = ([20, 33], [5, 70], [150, 1], [40, 40])  # the memory is enlarged for the second and third
 
 
-@pytest.mark.parametrize("fault", [None, "no barrier", "one half"])
+@pytest.mark.parametrize(
+    "fault", [None, *(pytest.param(fault, marks=pytest.mark.long) for fault in ("no barrier", "one half"))]
+)
 def test_layers_take_turns_in_the_memory(device, monkeypatch, fault):
     """All batches are dispatched before the first one comes back."""
     from megaswift.bridge.layers.peer_exchange import PeerExchange
@@ -214,7 +220,10 @@ def through_experts(dispatcher, x, chosen, weights, matrices) -> torch.Tensor:
     return dispatcher.combine_postprocess(dispatcher.token_combine(rows))
 
 
-@pytest.mark.parametrize("tokens", [[37, 12], [3, 70, 0, 9]], ids=["two ranks", "four ranks"])
+@pytest.mark.parametrize(
+    "tokens",
+    [pytest.param([37, 12], id="two ranks"), pytest.param([3, 70, 0, 9], id="four ranks", marks=pytest.mark.long)],
+)
 def test_trains_as_the_dispatcher_of_one_rank(device, tokens):
     """Outputs and gradients, with every layer computed again in the backward pass."""
     if device == "cuda":
