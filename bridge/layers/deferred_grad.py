@@ -11,8 +11,11 @@ from torch import Tensor
 
 
 def shared_leaf(x: Tensor) -> Tensor:
-    """Return a leaf of x for later layers."""
-    return x.detach().requires_grad_()
+    """Return a leaf of x for later layers.
+
+    Without gradients, as in the first pass of a recomputed layer, it is not known whether x needs one.
+    """
+    return x.detach().requires_grad_(x.requires_grad or not torch.is_grad_enabled())
 
 
 def add_shared_grad(x: Tensor, source: Tensor, leaf: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ class LayerInputs(MegatronModule):
             config=config,
             tp_group=groups.tp,
         )
+        # megatron-core's Muon leaves embeddings to AdamW.
+        self.word_embeddings.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         self.layer_projection = ReplicatedLinear(config, config.hidden_size, width)
         self.norm = Norm(config, size, config.layernorm_epsilon)
 
@@ -54,9 +56,11 @@ class LayerInputs(MegatronModule):
 
     def give_to(self, documents: Documents, tokens: Tensor, embeddings: Tensor) -> Tensor:
         """Compute the vectors for the layers of a micro batch; return the embeddings, whose gradients come last."""
-        made = self(tokens, embeddings)
-        documents.layer_inputs = shared_leaf(made)
-        return add_shared_grad(embeddings, made, documents.layer_inputs)
+        vectors = self(tokens, embeddings).unbind(2)
+        documents.layer_inputs = tuple(map(shared_leaf, vectors))
+        for vector, leaf in zip(vectors, documents.layer_inputs, strict=True):
+            embeddings = add_shared_grad(embeddings, vector, leaf)
+        return embeddings
 
 
 class InputLayer(TransformerLayer):
@@ -73,9 +77,8 @@ class InputLayer(TransformerLayer):
         hidden_states, context = super().forward(*args, **kwargs)
         assert isinstance(hidden_states, Tensor)
         documents: Documents = kwargs["packed_seq_params"]
-        assert documents.layer_inputs is not None
-        vectors = documents.layer_inputs[:, :, self.layer_number - 1]
-        gated = self.config.activation_func(self.input_gate(hidden_states)) * vectors
+        vector = documents.layer_inputs[self.layer_number - 1]
+        gated = self.config.activation_func(self.input_gate(hidden_states)) * vector
         return hidden_states + self.input_norm(self.input_proj(gated)), context
 
 

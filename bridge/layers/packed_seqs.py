@@ -228,7 +228,7 @@ class Documents(PackedSeqParams):
     selections: dict[int, Tensor] = field(default_factory=dict)  # selected keys by layer: see sparse_attention.py
     # Leaves of keys and values that later layers share, by the number of their layer from 1: see shared_keys.py.
     shared_keys: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    layer_inputs: Tensor | None = None  # leaf [sequence, rows, layers, size]: see layer_inputs.py
+    layer_inputs: tuple[Tensor, ...] = ()  # leaf of each layer, [sequence, rows, size]: see layer_inputs.py
     media: Any = None  # MediaFeatures of deepstack.py, on a stage that takes any
     loss_positions: Tensor | None = None  # [n]: positions of batch * sequence whose labels have a loss; None: all
 

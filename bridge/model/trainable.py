@@ -170,7 +170,7 @@ def _layer_order(weight: ParamKey) -> tuple[int, int]:
     if weight.name.startswith(TOWERS):
         return -1, -1
     if weight.layer is None:
-        return (0 if weight == EMBEDDING else 2), 0
+        return (0 if weight.name.startswith("embedding.") else 2), 0
     return (3 if weight.name.startswith("mtp.") else 1), weight.layer
 
 
