@@ -11,6 +11,7 @@ from megaswift.bridge.families import family_of
 from megaswift.bridge.lora.adapter_mapping import AdapterPlan, plan_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.mapping.param_mapping import expand_mappings
+from megaswift.tasks.rollout.lora_support import unsupported_by_vllm
 
 from tests.bridge.families import tinies
 
@@ -58,6 +59,13 @@ def test_all_linear_is_every_linear_layer(family):
     experts = {name for name, _ in transformers_model(family).named_parameters() if ".experts." in name}
     skipped = [name for name in found.skipped_modules if not WITHOUT.fullmatch(name)]
     assert bool(experts) == (found.has_experts or bool(skipped))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "is_read"), [("gpt_oss", True), ("gemma4_text experts", False)])
+def test_vllm_reads_stacked_experts_of_some_models(family, is_read):
+    reason = unsupported_by_vllm(replace(PLAIN, rank=8), plan(family))
+    assert reason is None if is_read else "whose gates and ups it would mix" in (reason or "")
 
 
 @pytest.mark.slow
