@@ -17,9 +17,10 @@ from .safetensors_io import SafetensorsFolder, StoredTensor, take_strided
 
 
 def fuse_experts(name: str, stacked: Tensor) -> Tensor:
-    """Return PEFT's form of a stack of the experts' matrices: lora_A [experts, rank, inputs] or lora_B [experts, ...].
+    """Return PEFT's form of a stack of the experts' matrices, lora_A or lora_B by the tensor's name.
 
-    name: of the tensor in the file, which says which of both it is
+    lora_A: [experts, rank, inputs] -> [experts * rank, inputs]
+    lora_B: [experts, outputs, rank] -> [outputs, rank * experts]
     """
     return stacked.flatten(0, 1) if _is_a(name) else stacked.permute(1, 2, 0).flatten(1)
 
@@ -34,11 +35,23 @@ def _is_a(name: str) -> bool:
     return name.endswith("lora_A.weight")
 
 
-class StackedExperts:
+class _FusedSource:
+    """View of `source`, of which whole tensors are read."""
+
+    def __init__(self, source: SafetensorsFolder):
+        self.folder, self._source = source.folder, source
+
+    @lru_cache(maxsize=8)  # noqa: B019  (freed with this object once the adapter is loaded)
+    def _read_all(self, name: str) -> Tensor:
+        return self._source.read(name, 0, 0, self._source.tensors[name].shape[0])
+
+
+class StackedExperts(_FusedSource):
     """View of `source` in which fused adapters of experts are stacks, [experts, rank, inputs] and so on."""
 
     def __init__(self, source: SafetensorsFolder, plan: AdapterPlan):
-        self.folder, self._source, self._stacked = source.folder, source, plan.stacked & source.tensors.keys()
+        super().__init__(source)
+        self._stacked = plan.stacked & source.tensors.keys()
         self._experts = max(entry.num_experts for entry in plan.entries.values())
         self.tensors = dict(source.tensors)
         for name in self._stacked:
@@ -56,16 +69,13 @@ class StackedExperts:
         stack = fused.unflatten(0, (experts, -1)) if _is_a(name) else fused.unflatten(1, (-1, experts)).permute(2, 0, 1)
         return take_strided(stack[expert_index].narrow(dim, start, stop - start), dim, step)
 
-    @lru_cache(maxsize=8)  # noqa: B019  (freed with this object once the adapter is loaded)
-    def _read_all(self, name: str) -> Tensor:
-        return self._source.read(name, 0, 0, self._source.tensors[name].shape[0])
 
-
-class SeparatedExperts:
+class SeparatedExperts(_FusedSource):
     """View of `source` with one adapter per expert, under the tensor names of `plan`."""
 
     def __init__(self, source: SafetensorsFolder, plan: AdapterPlan, rank: int):
-        self.folder, self._source, self._rank = source.folder, source, rank
+        super().__init__(source)
+        self._rank = rank
         self._experts = 1 + max(key.expert or 0 for key in plan.adapted)
         self.tensors: dict[str, StoredTensor] = {}
         self._fused: dict[str, tuple[str, int, int]] = {}  # our name -> fused tensor, expert, part
@@ -109,10 +119,6 @@ class SeparatedExperts:
         if _is_a(name):
             return values.unflatten(0, (self._experts, -1))[expert]
         return values.unflatten(1, (-1, self._experts))[:, :, expert].split(self.tensors[name].shape[0])[part]
-
-    @lru_cache(maxsize=8)  # noqa: B019  (freed with this object once the adapter is loaded)
-    def _read_all(self, name: str) -> Tensor:
-        return self._source.read(name, 0, 0, self._source.tensors[name].shape[0])
 
     def _widen(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return `shape` with the adapter rank raised to the common rank."""

@@ -57,7 +57,7 @@ class _Local(NamedTuple):
         assert tensor is not None
         tensor = tensor.detach()
         if any(self.merges):
-            parts = tensor if len(self.merges) > 1 else (tensor,)
+            parts = tensor if tensor.ndim > 2 else (tensor,)  # stacked experts, or one matrix
             merged = [merge(part) if merge else part for merge, part in zip(self.merges, parts, strict=True)]
             tensor = torch.cat([part.to(dtype).reshape(-1) for part in merged])
         return tensor.to(dtype).reshape(-1)

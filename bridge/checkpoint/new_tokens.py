@@ -23,7 +23,7 @@ from .pretrained import load_tokenizer
 logger = logging.getLogger(__name__)
 
 VOCABULARY_MULTIPLE = 128  # of a grown vocabulary, as in ms-swift
-VOCABULARY_TENSOR = re.compile(r"(embed_tokens|lm_head|shared_head\.head)\.weight$")
+VOCABULARY_TENSOR = re.compile(r"(embed_tokens|embed_tokens_per_layer|lm_head|shared_head\.head)\.weight$")
 REPLACED = {"config.json", "manifest.json"}  # a manifest holds the files' sizes
 
 
@@ -91,6 +91,8 @@ def _write(staged: Path, folder: Path, files: list[Path], tokenizer: Any, known:
     needs_rows = len(tokenizer) > size
     new_size = math.ceil(len(tokenizer) / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE if needs_rows else size
     text_config["vocab_size"] = new_size
+    if "vocab_size_per_layer_input" in text_config:  # Gemma 4 has a second table
+        text_config["vocab_size_per_layer_input"] = new_size
     (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in files:
         if file.name in REPLACED or (staged / file.name).exists():

@@ -244,9 +244,9 @@ def plan_jobs(
             for expert in range(entry.num_experts):
                 sibling = key._replace(expert=expert)
                 shard = tensors.get(sibling, tensor)
-                pieces.append(
-                    TensorShards(entries[sibling], spans, _holders(expert, entry), shard, merges.get(sibling))
-                )
+                # Of another rank's expert, this rank needs the dtype in which merged weights come.
+                merge = merges.get(sibling, Tensor.float if key in merges else None)
+                pieces.append(TensorShards(entries[sibling], spans, _holders(expert, entry), shard, merge))
             job_lists[2].append(GatherJob(specs, pieces, key.layer))
     dense_copies = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
     expert_copies = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())

@@ -128,6 +128,8 @@ def _share_keys(config: HfConfig, layers: list[Layer]) -> tuple[Layer, ...]:
     """
     shared = config["num_kv_shared_layers"]
     first, width = len(layers) - shared, config["intermediate_size"] * (2 if config["use_double_wide_mlp"] else 1)
+    if shared and config["enable_moe_block"]:
+        raise ValueError("config.json has num_kv_shared_layers with enable_moe_block: set one of them")
     for number in range(first, len(layers)):
         source = next((i for i in reversed(range(first)) if layers[i].window == layers[number].window), None)
         if source is None:
@@ -175,7 +177,8 @@ def vision(hf_config: HfConfig) -> Vision:
 def builds_towers(hf_config: HfConfig) -> bool:
     """Return whether the tower of a raw config.json is supported: that of E2B and E4B, whose matrices clip, is not."""
     text = FAMILY.defaults | hf_config["text_config"]
-    return not (text["hidden_size_per_layer_input"] or hf_config["vision_config"].get("use_clipped_linears"))
+    clips = (hf_config["vision_config"] or {}).get("use_clipped_linears")
+    return not (text["hidden_size_per_layer_input"] or clips)
 
 
 def check_bidirectional_images(text: HfConfig) -> None:

@@ -13,9 +13,13 @@ def architecture(config: HfConfig, **settings: Any) -> Architecture:
     """Return the architecture. settings: additional arguments of TransformerConfig."""
     routing, rule = softmax_routing(config["num_local_experts"], config["num_experts_per_tok"], normalize=True)
     experts = {"moe_ffn_hidden_size": config["intermediate_size"]} | routing | settings
-    return granite.architecture(config, experts, routing=rule)
+    return granite.architecture(config, experts, routing=rule, module_names=MODULES)
 
 
+MODULES = (  # names of transformers' parameters, which files do not have
+    (r"block_sparse_moe\.input_linear\.weight$", "block_sparse_moe.experts.gate_up_proj"),
+    (r"block_sparse_moe\.output_linear\.weight$", "block_sparse_moe.experts.down_proj"),
+)
 EXPERTS = [
     layer_mapping("block_sparse_moe.router.layer.weight", "mlp.router.weight", REPLICATED),
     layer_mapping("block_sparse_moe.input_linear.weight", "mlp.experts.linear_fc1.weight", FUSED_GATE_UP, stacked=True),

@@ -54,7 +54,7 @@ def architecture(config: HfConfig) -> Architecture:
         return granite.architecture(config | {"intermediate_size": width}, **fields)
     routing, rule = softmax_routing(config["num_local_experts"], config["num_experts_per_tok"], normalize=True)
     experts = {"moe_ffn_hidden_size": config["intermediate_size"], "moe_shared_expert_intermediate_size": width}
-    return granite.architecture(config, experts | routing, routing=rule, **fields)
+    return granite.architecture(config, experts | routing, routing=rule, module_names=granitemoe.MODULES, **fields)
 
 
 def mappings(config: HfConfig) -> list[ParamMapping]:

@@ -11,10 +11,8 @@ from torch import Tensor
 
 
 def shared_leaf(x: Tensor) -> Tensor:
-    """Return a leaf of x for later layers.
-
-    Without gradients, as in the first pass of a recomputed layer, it is not known whether x needs one.
-    """
+    """Return a leaf of x for later layers."""
+    # The first pass of a recomputed layer has no gradients, and x may need one all the same.
     return x.detach().requires_grad_(x.requires_grad or not torch.is_grad_enabled())
 
 

@@ -42,8 +42,8 @@ class LayerInputs(MegatronModule):
         self.layer_projection = ReplicatedLinear(config, config.hidden_size, width)
         self.norm = Norm(config, size, config.layernorm_epsilon)
 
-    def forward(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
-        """Return the vectors [sequence, rows, layers, size], divided like the embeddings by sequence parallelism.
+    def forward(self, tokens: Tensor, embeddings: Tensor) -> tuple[Tensor, ...]:
+        """Return each layer's vectors, [sequence, rows, size], divided like the embeddings by sequence parallelism.
 
         tokens: [rows, sequence]. embeddings: of the tokens, [sequence (/ TP), rows, hidden_size]
         """
@@ -52,11 +52,12 @@ class LayerInputs(MegatronModule):
         scale = float(torch.tensor(math.sqrt(self.size), dtype=rows.dtype))  # as transformers rounds it
         projected = self.layer_projection(embeddings) * self.config.hidden_size**-0.5
         rows, projected = (x.unflatten(-1, (-1, self.size)) for x in (rows, projected))
-        return (self.norm(projected) + rows * scale) * 2**-0.5
+        vectors = (self.norm(projected) + rows * scale) * 2**-0.5
+        return vectors.permute(2, 0, 1, 3).contiguous().unbind(0)
 
     def give_to(self, documents: Documents, tokens: Tensor, embeddings: Tensor) -> Tensor:
         """Compute the vectors for the layers of a micro batch; return the embeddings, whose gradients come last."""
-        vectors = self(tokens, embeddings).unbind(2)
+        vectors = self(tokens, embeddings)
         documents.layer_inputs = tuple(map(shared_leaf, vectors))
         for vector, leaf in zip(vectors, documents.layer_inputs, strict=True):
             embeddings = add_shared_grad(embeddings, vector, leaf)

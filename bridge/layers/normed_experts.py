@@ -11,9 +11,9 @@ from .norm import NormBuilder
 
 
 class NormedExpertLayer(ExpertLayer):
-    """MoE layer that adds the normed outputs of routed and shared experts, each of its own norm of the input (Gemma 4).
+    """MoE layer with norms on the inputs and outputs of its routed experts, and on those of its shared one (Gemma 4).
 
-    The layer in which it is has no norm before it: the router reads the layer's input (`Routing.input_norm`).
+    No norm is before it, since the router has one of its own (`Routing.input_norm`).
     """
 
     def __init__(self, config: TransformerConfig, *args, norm: NormBuilder, **kwargs):

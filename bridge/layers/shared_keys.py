@@ -14,23 +14,25 @@ from .self_attention import LayerSelfAttention
 class KeySourceAttention(LayerSelfAttention):
     """Self-attention whose keys and values later layers attend to."""
 
-    documents: Documents
+    documents: Documents | None = None
 
     def forward(self, *args, packed_seq_params: Documents, **kwargs) -> tuple[Tensor, Tensor | None]:
         self.documents = packed_seq_params
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args, **kwargs) -> Any:
-        query, *made = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        documents, self.documents = self.documents, None
+        assert documents is not None
+        query, *tensors = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         # A recomputed layer keeps the leaves of its first pass, which later layers have used.
-        leaves = self.documents.shared_keys.setdefault(self.layer_number, tuple(map(shared_leaf, made)))
-        return query, *(add_shared_grad(x, x, leaf) for x, leaf in zip(made, leaves, strict=True))
+        leaves = documents.shared_keys.setdefault(self.layer_number, tuple(map(shared_leaf, tensors)))
+        return query, *(add_shared_grad(x, x, leaf) for x, leaf in zip(tensors, leaves, strict=True))
 
 
 class SharedKeyAttention(LayerSelfAttention):
     """Self-attention whose `linear_qkv` makes queries only: its keys and values are those of `Layer.kv_source`."""
 
-    documents: Documents
+    documents: Documents | None = None
 
     def __init__(self, config: Any, submodules: Any, layer_number: int, *args, **kwargs):
         super().__init__(config, submodules, layer_number, *args, **kwargs)
@@ -44,8 +46,10 @@ class SharedKeyAttention(LayerSelfAttention):
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args, **kwargs) -> Any:
         """Return query, key and value, [sequence, batch, heads, dim]; the arguments are megatron-core's."""
+        documents, self.documents = self.documents, None
+        assert documents is not None
         query, _ = apply_module(self.linear_qkv)(hidden_states)
         query = query.unflatten(-1, (-1, self.hidden_size_per_attention_head))
         if self.q_layernorm is not None:
             query = apply_module(self.q_layernorm)(query)
-        return query, *self.documents.shared_keys[self.source]
+        return query, *documents.shared_keys[self.source]

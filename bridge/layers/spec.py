@@ -131,7 +131,7 @@ def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, 
     heads = heads_config(config, layer)
     has_keys = layer.kv_source is None
     k_norm = k_norm if has_keys else IdentityOp
-    absent = 2 if not has_keys else 0 if layer.has_values else 1  # projections of keys and values
+    absent = 1 - layer.has_values if has_keys else 2  # projections of keys and values
     attention = ModuleSpec(
         module=_attention_class(layer, heads),
         params={"attn_mask_type": AttnMaskType.causal},
@@ -245,7 +245,7 @@ def _head_norms(config: TransformerConfig, norm: NormBuilder) -> tuple[NormBuild
 
 
 def _with_width(mlp, width: int):
-    """Return a builder of `mlp` with another width than the config's, which megatron-core's second matrix has."""
+    """Return a builder of `mlp` with this width: megatron-core's second matrix reads it from the config."""
 
     def build(*args, config: TransformerConfig, **kwargs):
         config = copy(config)

@@ -151,7 +151,7 @@ def plan_adapters(
             )
         plan.adapted[matrix.key] = tuple(chosen)
         plan.entries |= _adapter_entries(matrix, chosen, settings)
-        if not matrix.entry.expert_index:  # None, or the first of stacked experts
+        if matrix.entry.expert_index in (None, 0):  # once for stacked experts
             plan.modules += [matrix.names[part] for part in chosen]
         if matrix.entry.expert_index == 0:
             plan.stacked_parameters |= dict(zip(matrix.names, matrix.entry.hf, strict=True))

@@ -72,9 +72,8 @@ class Routing:
     logit_bias: bool = False  # the router's linear layer has a bias
     choice_bias: bool = False  # moe_router_enable_expert_bias, which megatron-core supports for sigmoid scores only
     fp32: bool = False  # router weights in fp32, regardless of the model's dtype
-    input_norm: bool = (
-        False  # the router's input is divided by its root mean square, times a weight / sqrt(hidden_size)
-    )
+    # An RMS norm on the router's input, whose output is divided by the root of hidden_size.
+    input_norm: bool = False
     expert_factors: bool = False  # a learned factor on each expert's weight
     sparse_mixer: float | None = None  # SparseMixer's margin, relative to the logits; replaces the other rules
 
@@ -310,6 +309,11 @@ class Architecture:
     passthrough: str = ""  # regex of tensors that the model is built without; see checkpoint/passthrough.py
     # (regex, replacement) from names of tensors in files to transformers' modules, where they differ: PEFT uses these.
     module_names: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_one_stage(self) -> bool:
+        """Whether layers read the embeddings, or keys of other layers: then all are on one pipeline stage."""
+        return self.layer_input_size is not None or any(layer.kv_source is not None for layer in self.layers)
 
     @property
     def convolution(self) -> int | None:

@@ -43,10 +43,10 @@ def transformer_config(
     recomputes_mlp = _recomputes_mlp(options)
     if architecture.sparse:
         _check_selections(architecture.sparse, layer_counts)
-    if is_pipelined and architecture.layer_input_size:
+    if is_pipelined and architecture.is_one_stage:
         raise ValueError(
-            f"--pipeline_model_parallel_size {options.pipeline_model_parallel_size}: every layer of this model reads "
-            "the embeddings (hidden_size_per_layer_input), so all layers are on one stage. Set 1"
+            f"--pipeline_model_parallel_size {options.pipeline_model_parallel_size}: layers of this model read the "
+            "embeddings or other layers' keys (hidden_size_per_layer_input, num_kv_shared_layers). Set 1"
         )
     last_stage = options.decoder_last_pipeline_num_layers
     if options.pipeline_model_parallel_size == 2 and options.decoder_first_pipeline_num_layers is not None:
@@ -103,6 +103,12 @@ def transformer_config(
         }
     if "num_moe_experts" in settings:
         settings |= _moe_settings(options, kernels, settings)
+        balancing, rule = settings["moe_router_load_balancing_type"], architecture.routing
+        if balancing == "sinkhorn" and rule is not None and rule.expert_factors:
+            raise ValueError(
+                "--moe_router_load_balancing_type sinkhorn: it leaves out this model's factors on experts' weights. "
+                "Remove it"
+            )
         differs = architecture.expert_norms or architecture.expert_latent is not None
         if differs and settings["moe_shared_expert_overlap"]:
             raise ValueError(

@@ -52,7 +52,7 @@ class LastStage:
     hidden_states: Tensor  # [length, rows, hidden_size]; length / TP under sequence parallelism
     output_layer: torch.nn.Module
     tied_weight: Tensor | None  # the embedding's weight if the output layer is tied
-    embeddings: Tensor | None = None  # those of the tokens, with features of media in place; None: no media
+    embeddings: Tensor | None = None  # those of the tokens, with features of media in place; None: not changed
 
     def output_matrix(self) -> Tensor:
         """Return this rank's rows of the output layer's weight, [vocabulary / TP, hidden_size]."""
@@ -118,7 +118,7 @@ class Model:
         embeddings, bare_chunk = None, cast(GPTModel, getattr(chunk, "module", chunk))
         if inputs.media is not None and hasattr(bare_chunk, "embedding"):
             embeddings = inputs.media.replace_embeddings(bare_chunk.embedding(inputs.tokens, inputs.position_ids))
-        if self.architecture.layer_input_size:
+        elif self.architecture.layer_input_size:
             embeddings = bare_chunk.embedding(inputs.tokens, inputs.position_ids)
             layer_inputs = cast(LayerInputs, bare_chunk.embedding.layer_inputs)
             embeddings = layer_inputs.give_to(documents, inputs.tokens, embeddings)

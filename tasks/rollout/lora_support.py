@@ -2,7 +2,7 @@
 
 from ...bridge.lora.adapter_mapping import AdapterPlan
 from ...bridge.lora.settings import LoraSettings
-from ...bridge.mapping.param_mapping import EMBEDDING, OUTPUT
+from ...bridge.mapping.param_mapping import OUTPUT
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # adapter ranks that vLLM can allocate
 DEFAULT_RANK = 16  # of a server without --vllm_max_lora_rank
@@ -30,7 +30,7 @@ def unsupported_by_vllm(settings: LoraSettings, plan: AdapterPlan | None = None)
         return f"a rank of {settings.rank}"
     if plan is None:
         return None
-    if plan.adapted.keys() & {EMBEDDING, OUTPUT}:
+    if any(key == OUTPUT or key.name.endswith("word_embeddings.weight") for key in plan.adapted):
         return "adapters of the embedding or the output layer"
     if any(name.endswith(".kv_b_proj") for name in plan.modules):
         return "adapters of kv_b_proj, which it ignores silently"

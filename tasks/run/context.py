@@ -211,7 +211,9 @@ def _builds_tower(
     """Return whether to build the vision tower. Raises ValueError if that is needed and excluded."""
     if not has_tower(folder, hf_config):
         if sees_media:
-            raise ValueError(f"{folder}: the run has images, and the folder has no weights of a vision tower")
+            raise ValueError(
+                f"{folder}: the run has images, and the model has no supported vision tower, or no weights of one"
+            )
         return False
     is_needed = needs_tower(folder) or (adapter is not None and adapts_tower(adapter))
     if is_needed and options.vision.language_model_only:

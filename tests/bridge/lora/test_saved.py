@@ -30,7 +30,8 @@ SAVED_IN = ("one process", "TP2 SP EP2", "PP2")
 PLACES: list = [(case, layout, "trained") for case, layout in TRAINED if layout in SAVED_IN]
 PLACES += [("some projections", "TP2 SP", "trained"), ("qwen3", "TP2 SP", "dropout")]
 PLACES += [(case, "one process", "kept") for case in FAMILIES]
-PLACES.append(pytest.param("stacked experts and MLPs", "TP2 SP EP2", "kept", marks=pytest.mark.long))
+STACKED = ("stacked experts and MLPs", "TP2 SP EP2"), ("stacked experts of Granite", "one process")
+PLACES += [pytest.param(*place, "kept", marks=pytest.mark.long) for place in STACKED]
 PLACES += [
     pytest.param(case, layout, "trained", marks=pytest.mark.long) for case, layout in TRAINED_LONG if layout in SAVED_IN
 ]
