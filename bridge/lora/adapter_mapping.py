@@ -46,7 +46,7 @@ PREFIX = "base_model.model."  # prefix of module names in PEFT's files
 A_MATRIX = re.compile(r"(.+)\.lora_(?:A\.weight|embedding_A)")
 # PEFT's names of a layer's fused expert matrices with adapters; with .base_layer: gate and up.
 FUSED_EXPERTS = re.compile(r".*\blayers\.(\d+)\.(?:[\w.]+?\.)?experts(\.base_layer)?")
-# transformers' class of Llama 4 does not say that its matrices are transposed, and PEFT would swap their factors.
+# transformers' class of Llama 4 does not say that its matrices are transposed, so PEFT's A is of their outputs.
 SWAPPED_EXPERTS = "feed_forward.experts."
 HEADS = ("score", "classifier")
 DEFAULT_DROPOUT = 0.05
@@ -230,20 +230,16 @@ def _matching_targets(targets: Container[str], name: str, matrix: _Matrix) -> li
 
 def _unadapted_reason(matrix: _Matrix, architecture: Architecture) -> str:
     """Return why a matrix takes no adapters, for messages; "" if it takes them."""
-    if matrix.key.expert is not None:
-        return unadapted_experts(matrix.entry, architecture)
+    if matrix.key.expert is not None and not adapts_experts(architecture):
+        return "is of an expert without a gate, which takes no adapters in this version"
     if architecture.mamba and matrix.leaf == "out_proj":
         return "is the last matrix of a Mamba-2 layer, which transformers' kernels compute without adapters"
     return ""
 
 
-def unadapted_experts(entry: MappingEntry, architecture: Architecture) -> str:
-    """Return why a matrix of experts takes no adapters, for messages; "" if it takes them."""
-    if SWAPPED_EXPERTS in entry.hf[0]:
-        return "is of experts whose adapters PEFT would swap"
-    if not architecture.transformer["gated_linear_unit"]:
-        return "is of an expert without a gate, which takes no adapters in this version"
-    return ""
+def adapts_experts(architecture: Architecture) -> bool:
+    """Return whether a model's experts take adapters."""
+    return architecture.transformer["gated_linear_unit"]
 
 
 def _adapter_entries(matrix: _Matrix, chosen: list[int], settings: LoraSettings) -> ParamTable:
@@ -269,10 +265,10 @@ def _adapter_entries(matrix: _Matrix, chosen: list[int], settings: LoraSettings)
         a = MappingEntry(_concatenated(len(chosen)), names("lora_A.weight"))
         rows = _select_parts(kind, chosen)
         b, magnitude = MappingEntry(rows, names("lora_B.weight")), MappingEntry(rows, names("lora_magnitude_vector"))
-    tensors = {
-        ParamKey(base + "lora_A", layer, expert): a._replace(**stack),
-        ParamKey(base + "lora_B", layer, expert): b._replace(**stack),
-    }
+    a, b = a._replace(**stack), b._replace(**stack)
+    if SWAPPED_EXPERTS in matrix.names[0]:
+        a, b = a._replace(hf=b.hf, transposed=True), b._replace(hf=a.hf, transposed=True)
+    tensors = {ParamKey(base + "lora_A", layer, expert): a, ParamKey(base + "lora_B", layer, expert): b}
     if settings.dora:
         if magnitude is None:
             raise ValueError("--use_dora is not for embeddings: leave all-embedding out of --target_modules")

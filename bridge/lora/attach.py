@@ -150,7 +150,7 @@ def _check_rank(
 
 @torch.no_grad()
 def _initialize(model: Model, entries: ParamTable, seed: int) -> None:
-    """Initialize adapters as PEFT does: one factor 0, the other random by the tensor's name and `seed` alone."""
+    """Initialize adapters as PEFT does: one factor 0, the other random by the name, the expert and `seed` alone."""
     for key, tensor in collect_params(model.parts, adapters=True).items():
         if key.name.endswith("magnitude"):
             continue
@@ -159,7 +159,7 @@ def _initialize(model: Model, entries: ParamTable, seed: int) -> None:
         ranks, rank = shard_position(key, entry)
         spans = entry.spans(tensor.shape, ranks, model.architecture)
         initial = {
-            name: _initial_values(name, shape, seed)
+            name: _initial_values(name, shape, entry.expert_index, seed)
             for name, shape in entry.hf_shapes(tensor.shape, spans).items()
             if name.endswith(("lora_A.weight", "lora_embedding_B"))
         }
@@ -170,12 +170,16 @@ def _initialize(model: Model, entries: ParamTable, seed: int) -> None:
 
 
 def _take(values: Tensor, entry: MappingEntry, span: Span) -> Tensor:
-    return values.narrow(entry.dim, span.start, span.stop - span.start)
+    return (values.t() if entry.transposed else values).narrow(entry.dim, span.start, span.stop - span.start)
 
 
-def _initial_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return PEFT's initial values: kaiming_uniform_(a=sqrt(5)) for lora_A, normal_ for lora_embedding_B."""
-    generator, values = seeded_generator(name, seed), torch.empty(shape)
+def _initial_values(name: str, shape: tuple[int, ...], expert: int | None, seed: int) -> Tensor:
+    """Return PEFT's initial values: kaiming_uniform_(a=sqrt(5)) for lora_A, normal_ for lora_embedding_B.
+
+    expert: its number, where the tensor `name` holds all experts of a layer
+    """
+    generator = seeded_generator(name if expert is None else f"{name}.{expert}", seed)
+    values = torch.empty(shape)
     if name.endswith("lora_embedding_B"):
         return values.normal_(generator=generator)
     bound = 1 / math.sqrt(shape[1])

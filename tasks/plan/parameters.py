@@ -15,7 +15,7 @@ import torch
 from ...bridge.checkpoint.pretrained import empty_model
 from ...bridge.families import family_of
 from ...bridge.layers.vision_tower import MERGERS
-from ...bridge.lora.adapter_mapping import unadapted_experts
+from ...bridge.lora.adapter_mapping import adapts_experts
 from ...bridge.mapping.architecture import Architecture, HfConfig
 from ...bridge.mapping.param_mapping import (
     EMBEDDING,
@@ -131,7 +131,7 @@ def count_parameters(hf_config: HfConfig, transformers_config: Any, depths: int 
             count = _count(key, entry, shapes, architecture)
         if EXPERTS in key.name:
             part.expert += count
-            model.plain_experts |= bool(unadapted_experts(entry, architecture))
+            model.plain_experts = not adapts_experts(architecture)
         elif entry.kind.dim is None or key.name.startswith(TOWERS):
             part.replicated += count
         else:

@@ -90,6 +90,7 @@ KEPT_LONG = {
     "experts": ("TP2 SP ETP2",),
     "stacked experts": ("TP2 SP ETP2",),
     "stacked experts of Granite": ("one process",),
+    "stacked experts of Llama 4": ("TP2 SP EP2",),
     "stacked experts and MLPs": ("TP2 SP EP2",),  # its routers are too close to a choice to train
     "experts and routers": ("one process", "TP2 SP EP2"),
 }

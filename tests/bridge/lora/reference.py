@@ -97,6 +97,8 @@ CASES = {
     # All experts of a layer in one tensor: transposed with gates and ups by turns, or not.
     "stacked experts": Case("gpt_oss", r".+\.[qkvo]_proj", peft=EXPERTS),
     "stacked experts and MLPs": Case("gemma4_text experts", PROJECTIONS, peft=EXPERTS),
+    # Matrices that are transposed, and transformers' class does not say so.
+    "stacked experts of Llama 4": Case("llama4_text", PROJECTIONS, peft=EXPERTS),
     "stacked experts of Granite": Case("granitemoe", r".+\.[qkvo]_proj", peft=EXPERTS),
     "Mamba-2": Case("nemotron_h dense", r".+\.(in|q|k|v|o|up|down)_proj"),
     "Mamba-2 and experts": Case(

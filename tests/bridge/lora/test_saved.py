@@ -31,6 +31,7 @@ PLACES: list = [(case, layout, "trained") for case, layout in TRAINED if layout 
 PLACES += [("some projections", "TP2 SP", "trained"), ("qwen3", "TP2 SP", "dropout")]
 PLACES += [(case, "one process", "kept") for case in FAMILIES]
 STACKED = ("stacked experts and MLPs", "TP2 SP EP2"), ("stacked experts of Granite", "one process")
+STACKED += (("stacked experts of Llama 4", "TP2 SP EP2"),)
 PLACES += [pytest.param(*place, "kept", marks=pytest.mark.long) for place in STACKED]
 PLACES += [
     pytest.param(case, layout, "trained", marks=pytest.mark.long) for case, layout in TRAINED_LONG if layout in SAVED_IN
@@ -130,6 +131,12 @@ def test_a_new_adapter_begins_as_pefts(case, launched):
     assert together.std().item() == pytest.approx(1 / math.sqrt(3), rel=0.03)
     found, base = launched.result(case, "one process", "new")["log_probs"], load_base(launched.base(case))
     assert distance(found, log_probs_of(base)) < 1e-5
+
+
+def test_stacked_experts_begin_with_different_adapters(launched):
+    for name, tensor in launched.tensors("stacked experts", "one process", "new").items():
+        if ".experts." in name and name.endswith("lora_A.weight"):
+            assert len({tuple(each.flatten().tolist()) for each in tensor.split(RANK)}) == len(tensor) // RANK
 
 
 def test_a_hundred_merges_leave_the_base(launched):
