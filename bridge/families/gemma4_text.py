@@ -210,7 +210,7 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="gemma4_text",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    models="Gemma 4 31B, 26B-A4B, E4B, E2B",
+    models="Gemma 4 31B, E4B, E2B; 26B-A4B with experts (EP, ETP)",
     architecture=architecture,
     mappings=mappings,
     text_config=text_config,

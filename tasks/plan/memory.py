@@ -322,7 +322,7 @@ def _saved_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
     kind, is_sparse = work.layer(layer), work.is_sparse(layer)
     values = 0.0 if kind.mixer == "none" else _mixer_values(work.config, kind)
     if kind.has_mlp:
-        values += _expert_values(work) * skew if is_sparse else _dense_values(work.config)
+        values += _expert_values(work) * skew if is_sparse else _dense_values(work.config, kind)
     masks = 0.0
     if work.fp8:
         # The matrices' inputs are saved in FP8, attention's output in both types.
@@ -352,7 +352,7 @@ def _mlp_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
     """Return the bytes per token of the values within a dense MLP, saved only without `--recompute_modules mlp`."""
     if not work.layer(layer).has_mlp or work.is_sparse(layer):
         return 0.0
-    return BYTES * (_dense_values(work.config) - 2 * work.config.hidden_size) / layout.tensor
+    return BYTES * (_dense_values(work.config, work.layer(layer)) - 2 * work.config.hidden_size) / layout.tensor
 
 
 def _head_values(config: TransformerConfig) -> tuple[int, int]:
@@ -402,8 +402,8 @@ def _attention_values(config: TransformerConfig) -> int:
     return 2 * config.hidden_size + copies * mixed + output
 
 
-def _dense_values(config: TransformerConfig) -> int:
-    width = config.ffn_hidden_size or 4 * config.hidden_size
+def _dense_values(config: TransformerConfig, layer: Layer) -> int:
+    width = layer.ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
     return 2 * config.hidden_size + (3 if config.gated_linear_unit else 2) * width
 
 
