@@ -95,7 +95,7 @@ def architecture(config: HfConfig) -> Architecture:
 def _expert_settings(config: HfConfig) -> TransformerArgs:
     for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         if config.get(key) is None:
-            raise ValueError(f"config.json has enable_moe_block, and no {key}")
+            raise ValueError(f"config.json has enable_moe_block, and no {key}: set it")
     return {
         "num_moe_experts": config["num_experts"],
         "moe_router_topk": config["top_k_experts"],
@@ -135,7 +135,7 @@ def _share_keys(config: HfConfig, layers: list[Layer]) -> tuple[Layer, ...]:
         if source is None:
             raise ValueError(
                 f"config.json has num_kv_shared_layers {shared}: no layer before the last {shared} has the attention "
-                f"of layer {number}"
+                f"of layer {number}. Set fewer"
             )
         layers[source] = replace(layers[source], gives_keys=True)
         layers[number] = replace(layers[number], kv_source=source, ffn_hidden_size=width)
@@ -170,7 +170,7 @@ def vision(hf_config: HfConfig) -> Vision:
     text = FAMILY.defaults | hf_config["text_config"]
     check_bidirectional_images(text)
     if text["hidden_size_per_layer_input"]:
-        raise ValueError("config.json has hidden_size_per_layer_input: images are not supported with it")
+        raise ValueError("config.json has hidden_size_per_layer_input: images are not supported with it; train on text")
     return tower_settings(hf_config, text["hidden_size"])
 
 

@@ -70,7 +70,23 @@ class LayerSelfAttention(SelfAttention):
         return query, key, value
 
 
-class FusedSelfAttention(LayerSelfAttention):
+class DocumentAttention(LayerSelfAttention):
+    """Self-attention that makes queries, keys and values by the documents of its micro batch."""
+
+    _documents: Documents | None = None
+
+    def forward(self, *args, packed_seq_params: Documents, **kwargs) -> tuple[Tensor, Tensor | None]:
+        self._documents = packed_seq_params
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def take_documents(self) -> Documents:
+        """Return the documents of this call, which the module then does not keep in memory."""
+        documents, self._documents = self._documents, None
+        assert documents is not None
+        return documents
+
+
+class FusedSelfAttention(DocumentAttention):
     """Self-attention with fused heads and megatron-core's parameter names."""
 
     def __init__(self, *args, **kwargs):
@@ -81,11 +97,6 @@ class FusedSelfAttention(LayerSelfAttention):
         self.rope, core.rope = core.rope, None  # its queries and keys are already rotated
         # The value can be a view if attention takes its strides and the norms keep the QKV tensor in memory anyway.
         self.view_value = self.q_layernorm is not None and core.kernel != "transformer_engine"
-        self.documents: Documents | None = None
-
-    def forward(self, *args, packed_seq_params: Documents, **kwargs) -> tuple[Tensor, Tensor | None]:
-        self.documents = packed_seq_params
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def get_query_key_value_tensors(
         self,
@@ -100,8 +111,7 @@ class FusedSelfAttention(LayerSelfAttention):
         """
         from ..kernels.qkv import HeadLayout, split_heads
 
-        assert self.documents is not None
-        documents, self.documents = self.documents, None
+        documents = self.take_documents()
         qkv, _ = apply_module(self.linear_qkv)(hidden_states)
         norms = None
         if self.q_layernorm is not None and self.k_layernorm is not None:

@@ -312,7 +312,7 @@ class Architecture:
 
     @property
     def is_one_stage(self) -> bool:
-        """Whether layers read the embeddings, or keys of other layers: then all are on one pipeline stage."""
+        """Return whether one pipeline stage has all layers: they read the embeddings, or keys of other layers."""
         return self.layer_input_size is not None or any(layer.kv_source is not None for layer in self.layers)
 
     @property

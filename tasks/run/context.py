@@ -212,7 +212,8 @@ def _builds_tower(
     if not has_tower(folder, hf_config):
         if sees_media:
             raise ValueError(
-                f"{folder}: the run has images, and the model has no supported vision tower, or no weights of one"
+                f"{folder}: the run has images, and the model has no supported vision tower, or no weights of one. "
+                "Set another --model, or remove the images"
             )
         return False
     is_needed = needs_tower(folder) or (adapter is not None and adapts_tower(adapter))
