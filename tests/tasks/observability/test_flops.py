@@ -1,12 +1,16 @@
 """FLOP counts against PyTorch's own counter on transformers' models, and against the arithmetic by hand."""
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from megaswift.bridge.mapping.architecture import Layer
+from megaswift.bridge.mapping.architecture import Architecture, Layer
 from megaswift.tasks.observability.flops import Flops, peak_flops
 
+ARCHITECTURE = Architecture(
+    transformer={}, vocab_size=53, tied=False, max_positions=64, ropes=(), layers=(Layer(),) * 3
+)
 SIZES = {
     "num_layers": 3,
     "hidden_size": 24,
@@ -22,7 +26,7 @@ SIZES = {
     "moe_shared_expert_intermediate_size": None,
     "attention_output_gate": False,
     "multi_latent_attention": False,
-    "architecture": SimpleNamespace(layers=(Layer(),) * 3, mtp_depths=0, sparse=None, expert_latent=None),
+    "architecture": ARCHITECTURE,
 }
 MOE = SIZES | {"num_moe_experts": 5, "moe_ffn_hidden_size": 14, "moe_layer_freq": [0, 1, 1]}
 
@@ -135,7 +139,7 @@ def test_documents_attend_only_to_themselves():
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (5, None), (None, 5), (30, 30)])
 def test_windows_and_chunks(window, chunk):
     layers = (Layer(), Layer(window=window, chunk=chunk), Layer(window=window, chunk=chunk))
-    sizes = SIZES | {"architecture": SimpleNamespace(**vars(SIZES["architecture"]) | {"layers": layers})}
+    sizes = SIZES | {"architecture": replace(ARCHITECTURE, layers=layers)}
     full, near = Flops.of(SimpleNamespace(**SIZES), 53), Flops.of(SimpleNamespace(**sizes), 53)
     lengths = [17, 4, 12]
     unseen = sum(
@@ -149,7 +153,7 @@ def test_windows_and_chunks(window, chunk):
 
 def test_queries_with_selected_keys_see_as_many_as_in_a_window():
     selected, windowed = (
-        SIZES | {"architecture": SimpleNamespace(**vars(SIZES["architecture"]) | changes)}
+        SIZES | {"architecture": replace(ARCHITECTURE, **changes)}
         for changes in ({"sparse": SimpleNamespace(topk=5)}, {"layers": (Layer(window=5),) * 3})
     )
     lengths = [17, 4, 12]
@@ -164,7 +168,7 @@ def test_layer_patterns_and_shared_experts():
     assert every_other == plain
     shared = Flops.of(SimpleNamespace(**MOE | {"moe_shared_expert_intermediate_size": 7}), 53).matrix_parameters
     assert shared - plain == 2 * 3 * 24 * 7
-    architecture = SimpleNamespace(**vars(MOE["architecture"]) | {"expert_latent": 10})
+    architecture = replace(ARCHITECTURE, expert_latent=10)
     latent = Flops.of(SimpleNamespace(**MOE | {"architecture": architecture}), 53).matrix_parameters
     # Two experts of a token have inputs and outputs of 10, between two projections.
     assert latent - plain == 2 * (3 * (10 - 24) * MOE["moe_router_topk"] * 14 + 2 * 24 * 10)
@@ -190,7 +194,7 @@ def test_gated_delta_nets_have_states_and_no_pairs():
     layers = tuple(Layer("gated_delta_net" if kind == "linear_attention" else "attention") for kind in kinds)
     mixed = {
         "attention_output_gate": True,
-        "architecture": SimpleNamespace(layers=layers, mtp_depths=0, sparse=None, expert_latent=None),
+        "architecture": replace(ARCHITECTURE, layers=layers),
     }
     found = Flops.of(SimpleNamespace(**SIZES | delta | mixed), 53)
     model = Qwen3_5ForCausalLM(
