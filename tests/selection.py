@@ -14,7 +14,7 @@ from megaswift.templates.plural import plural
 
 # Folders whose files share what a fixture has made for the session.
 SHARED = ("tests/bridge/lora", "tests/tasks/distillation", "tests/tasks/preference", "tests/tasks/rl")
-SAMPLE = 2  # long tests that join a default run, of different files: about half a minute together
+SAMPLE = 4  # long tests that join a default run, of different files: about a minute together
 COUNTS = pytest.StashKey[dict[str, int]]()
 
 

@@ -19,12 +19,13 @@ CASES = [(name, "") for name in TINIES] + [(name, layout) for name, tiny in TINI
 
 
 def default_layouts() -> dict[str, str]:
-    """Return for each variant one of its layouts of two processes: neighbours get different ones."""
-    of_two = {name: [each for each in tiny.layouts if each in families.LAYOUTS[2]] for name, tiny in TINIES.items()}
+    """Return for the first variant of each family one of its layouts of two processes: neighbours get different ones."""
+    first = {name.split()[0]: name for name in reversed(TINIES)}
+    of_two = {name: [each for each in TINIES[name].layouts if each in families.LAYOUTS[2]] for name in first.values()}
     return {name: layouts[at % len(layouts)] for at, (name, layouts) in enumerate(of_two.items()) if layouts}
 
 
-DEFAULT = default_layouts()  # beside one process; the other layouts are long
+DEFAULT = default_layouts()  # beside one process of every variant; the other layouts are long
 everywhere = pytest.mark.parametrize(
     ("name", "layout"),
     [
