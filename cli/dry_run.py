@@ -57,6 +57,7 @@ def report(
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
         f"  memory            {memory_line(options, layout.world, images, gpu.memory)}",
+        *_engine_lines(options, layout, images, gpu),
         *_time_lines(options, layout, images, gpu, data),
         f"  command           {shown_command(command, launch.settings)}",
         *_server_lines(launch),
@@ -83,6 +84,17 @@ def _gpu(launch: TrainingLaunch) -> Gpu:
     """Return the GPU of the run; an H100 where there is none."""
     gpus = launch.placement.training
     return Gpu(*(gpu_model(gpus[0]) if gpus else None) or WITHOUT_GPU, launch.processes.per_node)
+
+
+def _engine_lines(options: SftOptions, layout: ProcessLayout, images: Images, gpu: Gpu) -> list[str]:
+    """Return vLLM's memory in the training processes. Raises ValueError where it cannot fit."""
+    from ..tasks.rollout.factory import engine_kind
+    from ..tasks.rollout.memory_budget import planned_engine_memory
+
+    if type(options) is not GrpoOptions or engine_kind(options.engine) != "vllm":
+        return []
+    budget = planned_engine_memory(options, layout.world, gpu.memory, images)
+    return [f"  generation        by vLLM with {budget}, by the plan"] if budget else []
 
 
 def _time_lines(options: SftOptions, layout: ProcessLayout, images: Images, gpu: Gpu, data: DataPlan) -> list[str]:

@@ -3,8 +3,9 @@
     python scripts/bench/plan_check.py docs/results.json [--into docs/plan.md]
 
 Each successful run of megaswift is planned from its flags, as `--dry_run true` does, with the mean length of documents,
-and the share and size of images, of its data. The time is that of the kind of GPU that it ran on. Exits with 1 if an
-error is outside of MEMORY or TIME, in a run of a kind of which the plan claims activations to be known.
+and the share and size of images, of its data. The time is that of the kind of GPU that it ran on. Of GRPO the memory
+of training is planned, without vLLM's. Exits with 1 if an error is outside of MEMORY or TIME, in a run of a kind of
+which the plan claims activations to be known.
 """
 
 # pyright: reportMissingImports=false
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from megaswift.cli.main import read_options
 from megaswift.tasks.plan.gpus import gpu_kind
+from megaswift.tasks.plan.memory import OUTSIDE
 from megaswift.tasks.plan.run_plan import TEXT, Images, UnplannedRunError, plan_run
 from megaswift.tasks.plan.speed import Machine, seconds_per_step
 from megaswift.tasks.plan.table import aligned
@@ -52,7 +54,7 @@ class Check:
     run: Run
     planned_memory: float
     memory: float
-    planned_seconds: float
+    planned_seconds: float | None  # None: a part of the step is not planned
     seconds: float
     is_claimed: bool  # the plan takes runs of this kind for measured
 
@@ -62,7 +64,7 @@ class Check:
 
     @property
     def time_error(self) -> float:
-        return self.planned_seconds / self.seconds - 1
+        return self.planned_seconds / self.seconds - 1 if self.planned_seconds else 0.0
 
     @property
     def is_close(self) -> bool:
@@ -74,7 +76,9 @@ class Check:
         run = self.run
         device = run["device"].removeprefix("NVIDIA ").split()[0]
         cells = f"{self.planned_memory:.1f}", f"{self.memory:.1f}", f"{self.memory_error:+.1%}"
-        times = f"{self.planned_seconds:.3f}", f"{self.seconds:.3f}", f"{self.time_error:+.1%}"
+        times = "", f"{self.seconds:.3f}", ""
+        if self.planned_seconds:
+            times = f"{self.planned_seconds:.3f}", f"{self.seconds:.3f}", f"{self.time_error:+.1%}"
         title = ROWS[run["row"]].title + ("" if self.is_claimed else " (*)")
         return title, str(run["gpus"]), name_of(run), device, *cells, *times
 
@@ -87,19 +91,37 @@ def check(run: Run, folder: Path) -> Check:
     exchange = "all_gather" if "flash-attn-4" in run["versions"] else "p2p"
     flags = run["flags"] if "cp_comm_type" in run["flags"] else f"{run['flags']} --cp_comm_type {exchange}"
     argv = command(run["system"], row, folder, folder, folder, gpus=run["gpus"], steps=1, site=None, flags=flags)
-    options = read_options("megatron", argv[argv.index("sft") :])[0]
-    plan = plan_run(options, run["gpus"], images_of(run), gpu_kind(run["device"]).memory * GIB)
+    options = read_options("megatron", argv[argv.index("rlhf" if row.rlhf else "sft") :])[0]
+    gpus = run["gpus"] - (row.rlhf.servers if row.rlhf else 0)
+    plan = plan_run(options, gpus, images_of(run), gpu_kind(run["device"]).memory * GIB)
     work = replace(plan.work, document_length=row.document_tokens or DOCUMENT)
+    if row.rlhf and row.rlhf.kind == "dpo":  # a pair, whose prompt is computed once
+        length = round(tokens_of_step(run) / run["global_batch"]) - row.rlhf.prompt
+        work = replace(work, length=length, document_length=length)
     machine = Machine.of(run["device"])
     assert machine is not None
     return Check(
         run,
-        plan.memory.total / GIB,
-        measured["memory_gib"],
-        seconds_per_step(work, plan.layout, machine),
+        replace(plan, work=work).memory.total / GIB,
+        training_memory(run) or measured["memory_gib"],
+        None if options.generates else seconds_per_step(work, plan.layout, machine),
         measured["seconds_per_step"],
         plan.is_measured,
     )
+
+
+def training_memory(run: Run) -> float | None:
+    """Return the GiB of training, without vLLM's; None if both have theirs at the same time."""
+    if not (rlhf := ROWS[run["row"]].rlhf) or rlhf.servers or rlhf.kind != "grpo":
+        return max(step["memory_gib"] for step in run["steps"])
+    by_turns = [step["memory/train_gib"] for step in run["steps"] if "memory/train_gib" in step]
+    return max(by_turns) - OUTSIDE / GIB if by_turns else None  # measured is all that is used of the GPU
+
+
+def tokens_of_step(run: Run) -> float:
+    """Return the tokens of a step in the mean."""
+    steps = measured_steps(run)
+    return (steps[-1]["tokens"] - steps[0]["before"]["tokens"]) / len(steps)
 
 
 def images_of(run: Run) -> Images:
@@ -107,9 +129,7 @@ def images_of(run: Run) -> Images:
     images, visual_tokens = mean_of(run, "images"), mean_of(run, "visual_tokens")
     if not images or not visual_tokens:
         return TEXT
-    steps = measured_steps(run)
-    tokens = (steps[-1]["tokens"] - steps[0]["before"]["tokens"]) / len(steps)
-    return Images(visual_tokens / tokens, visual_tokens / images)
+    return Images(visual_tokens / tokens_of_step(run), visual_tokens / images)
 
 
 def checks(runs: list[Run]) -> list[Check]:
@@ -118,8 +138,8 @@ def checks(runs: list[Run]) -> list[Check]:
     with tempfile.TemporaryDirectory() as folder:
         for run in latest_runs(trainings(runs)):
             is_old = (run["row"], run["call"]) in OLD_RUNS
-            is_planned = not is_old and run["system"] not in PEERS and not ROWS[run["row"]].rlhf
-            if is_planned and not run["error"] and run["gpus"] and measured_steps(run):
+            is_planned = not is_old and run["system"] not in PEERS and not run["error"] and run["gpus"]
+            if is_planned and measured_steps(run) and training_memory(run):
                 with suppress(UnplannedRunError):
                     results.append(check(run, Path(folder)))
     return results

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from ...bridge.options import ModelOptions
 
 MomentType = Literal["fp32", "fp16", "bf16", "fp8"]
+PlannedRlhf = Literal["dpo", "orpo", "simpo", "cpo", "kto", "rm", "grpo"]
 GpuName = Literal["h100", "h200", "h20", "a100", "b200", "l40s"]
 
 
@@ -17,6 +18,12 @@ class PlanOptions:
     use_hf: Annotated[bool, "Take hub ids from Hugging Face (else from ModelScope, if it is installed)."] = False
     hub_token: Annotated[str | None, "Token for gated models."] = None
     model_revision: Annotated[str | None, "Branch, tag or commit of the hub's model."] = None
+    rlhf_type: Annotated[
+        PlannedRlhf | None,
+        "Plan `megatron rlhf` with its reference model; grpo: training on what is generated, without vLLM. Default: "
+        "`megatron sft`.",
+    ] = None
+    beta: Annotated[float | None, "grpo: 0 plans no reference model.", "[0, inf)"] = None
     gpus: Annotated[int, "Number of GPUs.", "(0, inf)"] = 8
     gpus_per_node: Annotated[int, "GPUs of a node, which NVLink connects.", "(0, inf)"] = 8
     gpu: Annotated[GpuName, "Kind of GPU; none needs to be present."] = "h100"

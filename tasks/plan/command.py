@@ -13,6 +13,7 @@ from .memory import OUTSIDE, Memory, Workload, host_bytes
 from .search import Plan, Search, search, smallest_cluster
 from .speed import Machine, StepTime
 from .table import aligned, choices
+from .task import task_of
 from .workload import make_workload
 
 HEADINGS = (
@@ -80,9 +81,15 @@ def _excess(plan: Plan, limit: float) -> str:
 
 
 def _command(options: PlanOptions, work: Workload, plan: Plan) -> str:
+    task, packs = "sft", f"--max_length {work.length} --global_batch_size {work.global_batch}"
+    if options.rlhf_type:
+        task = f"rlhf --rlhf_type {options.rlhf_type}" + ("" if options.beta is None else f" --beta {options.beta:g}")
+    if options.rlhf_type == "grpo":  # whose batch is of completions, and --max_length of prompts
+        completions = work.global_batch * (work.length // work.document_length)
+        packs = f"--packing_length {work.length} --max_length ... --global_batch_size {completions}"
     words = [
-        f"NPROC_PER_NODE={min(options.gpus, options.gpus_per_node)} megatron sft --model {options.model}",
-        f"--packing true --max_length {options.max_length} --global_batch_size {options.global_batch_size}",
+        f"NPROC_PER_NODE={min(options.gpus, options.gpus_per_node)} megatron {task} --model {options.model}",
+        f"--packing true {packs}",
         plan.layout.flags(),
         "--dataset ...",
     ]
@@ -152,7 +159,7 @@ def _summary(options: PlanOptions, work: Workload, device: str, memory: float, q
     count = work.parameters.total if work.tower else work.parameters.language
     size = f"{count / 1e9:.2f} billion parameters"
     lines = [
-        f"{options.model}: {size}{of_experts}; training {trained} in {'FP8' if work.fp8 else 'bf16'}",
+        f"{options.model}: {size}{of_experts}; training {trained} in {'FP8' if work.fp8 else 'bf16'}{_task(options)}",
         f"{plural(options.gpus, f'{device} GPU')} of {memory:g} GiB; steps of {plural(work.global_batch, 'pack')} of "
         f"{work.length:,} tokens, in documents of {work.document_length:,}",
     ]
@@ -165,6 +172,16 @@ def _summary(options: PlanOptions, work: Workload, device: str, memory: float, q
         state = f"whose {' and '.join(parts)} are trained" if parts else "which is frozen"
         lines.append(f"{tower.image_share:.0%} of the tokens are of images, for the vision tower, {state}.")
     return "\n".join([*lines, ""])
+
+
+def _task(options: PlanOptions) -> str:
+    """Return the words for a task of `megatron rlhf`."""
+    if options.rlhf_type is None:
+        return ""
+    task = task_of(options)
+    other = " beside a reference model" if task.reference == "kept" else ""
+    generation = ", without generation" if options.rlhf_type == "grpo" else ""
+    return f", for {options.rlhf_type}{other}{generation}"
 
 
 def _misfit(

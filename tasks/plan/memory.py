@@ -19,6 +19,7 @@ from ..observability.flops import Flops
 from ..system.memory import GIB
 from .gpu_layout import GpuLayout
 from .parameters import ModelParameters, Parameters
+from .task import SFT, TaskWork
 from .tower import BYTES, TowerWork
 
 OUTSIDE = 2 * GIB  # CUDA's context and NCCL's buffers on a GPU, which PyTorch does not count
@@ -76,7 +77,7 @@ class Workload:
 
     config: TransformerConfig
     parameters: ModelParameters
-    vocab_size: int
+    vocab_size: int  # 0: a score head replaces the output layer
     length: int  # tokens of a pack
     document_length: int  # mean tokens of a document
     global_batch: int  # packs
@@ -89,6 +90,7 @@ class Workload:
     tower: TowerWork | None = None  # None: none is built
     gathers_keys: bool = False  # context parallelism gathers keys and values; False: sends them in a ring
     gpu_bytes: float = 80 * GIB  # memory of a GPU
+    task: TaskWork = SFT
 
     def layer(self, layer: int) -> Layer:
         return self.config.architecture.layers[layer]  # type: ignore[attr-defined]
@@ -272,8 +274,14 @@ def _memory_of_stage(
     reserve = RESERVE
     if work.fp8 and not work.fp8.stores_weights:
         reserve += FP8_WEIGHT_BYTES * sum(work.parameters.layers[layer].split for layer in layers) / layout.tensor
+    weights = BYTES * (dense + experts)
+    if work.task.reference == "kept":
+        weights *= 2
+    elif work.task.reference == "offloaded":
+        # Its weights come before the step, when there are no activations.
+        activations = max(activations, weights - logits)
     return Memory(
-        BYTES * (dense + experts),
+        weights,
         work.gradient_bytes * (trained + trained_experts),
         work.optimizer_bytes * shards * on_gpu,
         activations,

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from ...bridge.option_groups import with_flags
-from ..options import CausalLmOptions, PtOptions, SftOptions
+from ..options import SftOptions
 from ..system.memory import GIB
 from .auto import AutoLayout, planned, saved_layout
 from .memory import OUTSIDE
-from .run_plan import Gpu, layout_of
+from .run_plan import Gpu, layout_of, task_flag
 from .search import Plan, search
+from .task import PLANNED
 
 NAME, FLAG = "micro_batch_size", "--micro_batch_size auto"
 FIX = "Set a number"
@@ -69,8 +70,8 @@ def cpu_micro_batch(options: SftOptions, world: int) -> AutoLayout:
 
     Raises ValueError for a task of which no run is planned.
     """
-    if type(options) not in (PtOptions, CausalLmOptions):
-        raise ValueError(f"{FLAG}: for megatron pt, and megatron sft on answers, whose memory is planned. {FIX}")
+    if type(options) not in PLANNED:
+        raise ValueError(f"{FLAG}: not planned: {task_flag(options)}. {FIX}")
     layout = layout_of(options, world)
     share = options.training.global_batch_size // max(layout.data, 1)
     sizes = CPU_MICRO_BATCHES if layout.pipeline == 1 else ()

@@ -15,12 +15,13 @@ from ...bridge.option_groups import flag_value
 from ...bridge.options import KernelOptions, MoEOptions, RecomputeOptions
 from ...templates.plural import plural
 from ..observability.run_logger import duration
-from ..options import CausalLmOptions, PlanOptions, PtOptions, SftOptions
+from ..options import GrpoOptions, PlanOptions, SftOptions
 from ..system.memory import GIB, host_memory_share
 from .gpu_layout import GpuLayout, Recompute
 from .memory import OUTSIDE, Memory, Workload, kept_patches, memory_of_rank
 from .search import search, smallest_cluster
 from .speed import Machine, seconds_per_step
+from .task import MEASURED, PLANNED, WITH_TOWERS, TaskWork, unplanned_flags
 from .tower import IMAGE_SHARE, IMAGE_TOKENS
 from .workload import make_workload
 
@@ -137,7 +138,10 @@ def plan_run(
     """
     if unplanned := next(_unplanned_flags(options), None):
         raise UnplannedRunError(unplanned)
-    return _plan_model(options, world, images, gpu_bytes)
+    plan = _plan_model(options, world, images, gpu_bytes)
+    if plan.work.tower and type(options) not in WITH_TOWERS:
+        raise UnplannedRunError(f"{task_flag(options)} with a vision tower")
+    return plan if type(options) in MEASURED else replace(plan, has_measured_activations=False)
 
 
 def _plan_model(options: SftOptions, world: int, images: Images, gpu_bytes: float | None) -> RunPlan:
@@ -151,7 +155,8 @@ def _plan_model(options: SftOptions, world: int, images: Images, gpu_bytes: floa
         raise UnplannedRunError(f"weights in {dtype}")
     try:
         weight_reader(folder, hf_config)  # weights of a known quantization are read as bf16
-        work = make_workload(hf_config, load_config(folder), plan_options(options, world, images))
+        task = TaskWork.of(options)
+        work = make_workload(hf_config, load_config(folder), plan_options(options, world, images), task)
     except ValueError as error:
         raise UnplannedRunError(str(error)) from None
     if gpu_bytes:
@@ -162,8 +167,11 @@ def _plan_model(options: SftOptions, world: int, images: Images, gpu_bytes: floa
 
 
 def pack_length(options: SftOptions) -> int | None:
-    """Return the tokens of a pack, or of the longest sample; None if samples have no limit."""
-    return (options.data.packing and options.data.packing_length) or options.data.max_length
+    """Return the tokens of a pack, or of the longest sample (a pair is one); None if samples have no limit."""
+    length = (options.data.packing and options.data.packing_length) or options.data.max_length
+    if isinstance(options, GrpoOptions) and length and not options.data.packing:
+        return length + options.sampling.max_completion_length
+    return length
 
 
 def plan_options(options: SftOptions, world: int, images: Images = ASSUMED_IMAGES) -> PlanOptions:
@@ -226,9 +234,9 @@ def _recompute(build: RecomputeOptions) -> Recompute:
 
 def _unplanned_flags(options: SftOptions) -> Iterator[str]:
     """Yield the flags that change the size of the weights' states in ways that are not planned."""
-    if type(options) not in (PtOptions, CausalLmOptions):
-        kind = "rlhf_type" if flag_value(options, "rlhf_type", None) else "task_type"
-        yield f"--{kind} {flag_value(options, kind, '')}"
+    if type(options) not in PLANNED:
+        yield task_flag(options)
+    yield from unplanned_flags(options)
     if options.adapters or options.mcore_adapter:
         yield "--adapters"
     if options.optimizer.optimizer != "adam":
@@ -239,6 +247,12 @@ def _unplanned_flags(options: SftOptions) -> Iterator[str]:
         (options.lora, ADAPTER_FLAGS),
     ):
         yield from (f"--{name}" for name in _changed(group) if name not in planned)
+
+
+def task_flag(options: SftOptions) -> str:
+    """Return the flag that selects a task, with its value."""
+    kind = "rlhf_type" if flag_value(options, "rlhf_type", None) else "task_type"
+    return f"--{kind} {flag_value(options, kind, '')}"
 
 
 def _unplanned_tower(options: SftOptions, hf_config: HfConfig) -> str | None:
@@ -347,7 +361,10 @@ def memory_line(
     except UnplannedRunError as error:
         return f"not planned: {error}"
     parts = plan.memory._asdict()
-    about = "by the plan" if options.data.packing else "by the plan, if all samples have --max_length tokens"
+    longest = "--max_length and --max_completion_length" if options.generates else "--max_length"
+    about = "by the plan" if options.data.packing else f"by the plan, if all samples have {longest} tokens"
+    if options.generates:
+        about += ", in training"
     if plan.work.tower:
         about += f", with {plan.work.tower.image_share:.0%} of the tokens in images"
     if pack_length(options) is None:
@@ -360,11 +377,11 @@ def memory_line(
 def time_line(
     options: SftOptions, world: int, images: Images, document_length: int | None, gpu: Gpu, steps: int
 ) -> str | None:
-    """Return the expected time of a step and of all steps as text; None if that is not planned.
+    """Return the expected time of a step and of all steps as text; None if that is not planned, as generation.
 
     document_length: tokens of a document in the mean; None: not known
     """
-    if not options.data.packing or gpu.machine is None:
+    if not options.data.packing or options.generates or gpu.machine is None:
         return None
     try:
         plan = plan_run(options, world, images, gpu.memory)

@@ -143,12 +143,14 @@ def _layers_seconds(
     recomputed: share of the layers whose forward pass is done twice; repeated: share whose attention is, too
     """
     trained = 1.0 if work.lora_rank is None else 0.0
-    passes = 2 + trained + recomputed  # forward, inputs' gradients, weights' gradients, forward again
+    forwards = work.task.forwards
+    # Forward, inputs' gradients, weights' gradients, forward again, and by or beside a reference model.
+    passes = 2 + trained + recomputed + forwards
     share = layout.micro_batch / (layout.tensor * layout.context)
     products = passes * 2 * (flops.matrix_parameters - flops.output) * work.length * share
     documents = work.length / work.document_length
     pairs = flops.forward([work.document_length]) - 2 * flops.matrix_parameters * work.document_length
-    attention = (3 + repeated) * pairs * documents * share
+    attention = (3 + repeated + forwards) * pairs * documents * share
     expert_share = _expert_share(work, flops)
     again = 2 * _first_products(work) * work.length * share if layout.recompute == "mlp" else 0.0
     dense = (products * (1 - expert_share) + again) / (FP8_SPEEDUP if work.fp8 else 1.0)
@@ -173,7 +175,8 @@ def _traffic(work: Workload, layout: GpuLayout, layers: range, depths: int, reco
         parameters += work.parameters.prediction
     experts = parameters.expert / layout.expert
     dense = parameters.split / layout.tensor + parameters.replicated
-    moved = (2 + recomputed) * BYTES * experts
+    again = recomputed + work.task.forwards
+    moved = (2 + again) * BYTES * experts
     if work.lora_rank is None:
         moved += 2 * work.gradient_bytes * (dense + experts)
     config = work.config
@@ -182,18 +185,19 @@ def _traffic(work: Workload, layout: GpuLayout, layers: range, depths: int, reco
     tokens = layout.micro_batch * work.length / (layout.context * layout.tensor)
     sparse = sum(map(work.is_sparse, layers)) + depths * bool(config.num_moe_experts)
     routed = tokens * config.moe_router_topk * sparse
-    return moved + (1 + recomputed / 3) * ROUTED_PASSES * BYTES * routed * values
+    return moved + (1 + again / 3) * ROUTED_PASSES * BYTES * routed * values
 
 
 def _host_seconds(work: Workload, layout: GpuLayout, layers: int, recomputed: float) -> float:
     """Return the seconds in which the host launches a stage's kernels for a micro batch. No GPU is faster."""
-    exchanges = _exchanges(layout) if layout.tensor > 1 else 0
+    exchanges = _exchanges(work, layout) if layout.tensor > 1 else 0
+    again = recomputed + work.task.forwards
     layer = HOST_LAYER
     if layout.expert > 1:
         is_adapted = work.lora_rank is not None and not work.has_frozen_experts
         layer = HOST_ADAPTED_EXPERTS if is_adapted else HOST_EXPERTS
     layer += HOST_RING if layout.context > 1 and not work.gathers_keys else 0.0
-    return layers * ((1 + recomputed / 3) * layer + exchanges * HOST_EXCHANGE)
+    return layers * ((1 + again / 3) * layer + exchanges * HOST_EXCHANGE)
 
 
 def _offload_wait(work: Workload, layout: GpuLayout, layers: range, seconds: float) -> float:
@@ -208,7 +212,7 @@ def _offload_wait(work: Workload, layout: GpuLayout, layers: range, seconds: flo
 
 def _output_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Machine, text_share: float) -> float:
     """Return the seconds of a micro batch in the output layer. Visual tokens are not scored."""
-    passes = 3 if work.lora_rank is None else 2
+    passes = (3 if work.lora_rank is None else 2) + work.task.forwards
     tokens = layout.micro_batch * work.length * text_share / (layout.tensor * layout.context)
     overhead = LORA_OVERHEAD if work.lora_rank is not None else 1.0
     return overhead * SCORED * passes * 2 * flops.output * tokens / _dense_rate(work, layout) / machine.peak_flops
@@ -270,26 +274,27 @@ def _hidden_bytes(work: Workload, layout: GpuLayout) -> float:
     return tokens * work.config.hidden_size * BYTES * work.config.num_layers
 
 
-def _exchanges(layout: GpuLayout) -> int:
-    """Return the collectives of tensor parallelism in a layer: four forward, and six backward."""
-    return 10 + {"none": 0, "mlp": 1, "full": 4}[layout.recompute]
+def _exchanges(work: Workload, layout: GpuLayout) -> int:
+    """Return the collectives of tensor parallelism in a layer: four in a forward pass, and six backward."""
+    return 10 + {"none": 0, "mlp": 1, "full": 4}[layout.recompute] + 4 * work.task.forwards
 
 
 def _tensor_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
     """Return the seconds of the all-gathers and reduce-scatters of tensor parallelism."""
-    moved = _exchanges(layout) * _hidden_bytes(work, layout) * (layout.tensor - 1) / layout.tensor
+    moved = _exchanges(work, layout) * _hidden_bytes(work, layout) * (layout.tensor - 1) / layout.tensor
     return moved / (GATHERING * machine.link)
 
 
 def _expert_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
-    """Return the seconds of two exchanges forward and two backward of each layer.
+    """Return the seconds of two exchanges in a forward pass and two backward of each layer.
 
     Within a node a token goes once to each GPU that has experts of it; otherwise once to each of its experts.
     """
     if layout.expert == 1:
         return 0.0
     chosen = work.config.moe_router_topk
-    states = (6 if layout.recompute == "full" else 4) * _hidden_bytes(work, layout) / layout.tensor
+    exchanges = (6 if layout.recompute == "full" else 4) + 2 * work.task.forwards
+    states = exchanges * _hidden_bytes(work, layout) / layout.tensor
     if layout.expert <= machine.per_node:
         share = 1 - (1 - 1 / layout.expert) ** chosen  # share of the tokens that have experts on a given GPU
         waits = work.config.num_layers * COUNTING
@@ -302,7 +307,13 @@ def _context_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> flo
     """Return the seconds of keys and values, forward and backward: in a ring half of them are hidden."""
     if layout.context == 1:
         return 0.0
-    moved = 3 * key_values(work.config) / work.config.hidden_size * _hidden_bytes(work, layout) / layout.tensor
+    moved = (
+        (3 + work.task.forwards)
+        * key_values(work.config)
+        / work.config.hidden_size
+        * _hidden_bytes(work, layout)
+        / layout.tensor
+    )
     is_near = layout.tensor * layout.context <= machine.per_node
     exposed = 1.0 if work.gathers_keys else 0.5
     return exposed * moved * (layout.context - 1) / (GATHERING * machine.link if is_near else NETWORK)

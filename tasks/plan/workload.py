@@ -14,13 +14,20 @@ from ...bridge.options import BuildOptions
 from ..options import PlanOptions
 from .memory import Fp8, Workload
 from .parameters import count_parameters
+from .task import TaskWork, task_of
 from .tower import BYTES, IMAGE_SHARE, TowerWork
 
 TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
-def make_workload(hf_config: HfConfig, transformers_config: object, options: PlanOptions) -> Workload:
-    """Return the model's sizes and the batch. Raises ValueError for a model that cannot be planned."""
+def make_workload(
+    hf_config: HfConfig, transformers_config: object, options: PlanOptions, task: TaskWork | None = None
+) -> Workload:
+    """Return the model's sizes and the batch. Raises ValueError for a model that cannot be planned.
+
+    task: default: that of `options`
+    """
+    task = task or task_of(options)
     runtime.enable()
     family, depths = family_of(hf_config), options.mtp_num_layers or 0
     architecture = family.describe(hf_config)
@@ -35,13 +42,14 @@ def make_workload(hf_config: HfConfig, transformers_config: object, options: Pla
         parameters = count_parameters(hf_config, transformers_config, depths)
     except ValueError as error:
         raise ValueError(f"--model {options.model}: cannot be planned: {error}") from None
+    parameters = task.of_parameters(parameters, config.hidden_size)
     has_adapters, dropout = options.tuner_type == "lora", options.lora_dropout
     if dropout is None:
         dropout = 0.0 if config.num_moe_experts else DEFAULT_DROPOUT
     return Workload(
         config,
         parameters,
-        architecture.vocab_size,
+        architecture.vocab_size if task.outputs is None else 0,
         options.max_length,
         options.document_length or options.max_length,
         options.global_batch_size,
@@ -54,6 +62,7 @@ def make_workload(hf_config: HfConfig, transformers_config: object, options: Pla
         tower,
         prefers_gathered_keys(options.cp_comm_type, architecture)
         and (options.cp_comm_type is not None or flash_attention.is_installed()),
+        task=task,
     )
 
 

@@ -92,10 +92,7 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
         budget = plan_engine_memory(run, model, sleeps=None if options.sleep_level is None else level > 0)
         level = level if budget.sleeps else 0
         memory_share, moves = budget.share, OffloadPlan(budget.offload_weights, budget.offload_optimizer)
-        offloaded = " and ".join(["the model"] * moves.weights + ["the optimizer's state"] * moves.optimizer)
-        note += f", with {memory_share:.2f} of the GPU, {'by turns with' if level else 'beside'} training" + (
-            f"; {offloaded} offloaded to the host meanwhile" if offloaded else ""
-        )
+        note += f", with {budget}"
     else:
         level = 0
     initial_weights = HostBuffer()

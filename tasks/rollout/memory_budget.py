@@ -7,13 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 
 from ...bridge.model.model import Model
 from ..distributed.collectives import all_gather_objects
 from ..options import GrpoOptions
 from ..options.rollout import EngineOptions
-from ..plan.memory import BYTES, key_values
-from ..plan.run_plan import step_bytes
+from ..plan.memory import BYTES, OUTSIDE, key_values
+from ..plan.run_plan import TEXT, Images, UnplannedRunError, plan_run, step_bytes
 from ..plan.workload import TYPE_BYTES
 from ..run.context import Run
 from ..system.memory import GIB
@@ -37,6 +38,11 @@ class EngineMemoryBudget:
     offload_weights: bool
     offload_optimizer: bool
     sleeps: bool
+
+    def __str__(self) -> str:
+        parts = ["the model"] * self.offload_weights + ["the optimizer's state"] * self.offload_optimizer
+        offloaded = f"; {' and '.join(parts)} offloaded to the host meanwhile" if parts else ""
+        return f"{self.share:.2f} of the GPU, {'by turns with' if self.sleeps else 'beside'} training{offloaded}"
 
 
 @dataclass(frozen=True)
@@ -147,19 +153,55 @@ def plan_engine_memory(run: Run, model: Model, *, sleeps: bool | None) -> Engine
     return memory_budget(fullest, options.engine, sleeps=sleeps, can_offload_model=not options.build.fp8_param_gather)
 
 
+def planned_engine_memory(
+    options: GrpoOptions, world: int, gpu_bytes: float, images: Images = TEXT
+) -> EngineMemoryBudget | None:
+    """Return vLLM's budget beside a run on `world` GPUs by its plan, as of `plan_engine_memory`; None: not planned.
+
+    gpu_bytes: memory of a GPU; images: of the data
+    Raises ValueError where vLLM's weights cannot fit.
+    """
+    try:
+        plan = plan_run(options, world, images, gpu_bytes)
+    except UnplannedRunError:
+        return None
+    work, memory, engine = plan.work, plan.memory, options.engine
+    sleeps = None if engine.sleep_level is None else True  # else there is no plan
+    step = cache = None
+    if not sleeps and options.data.max_length is not None:
+        longest = options.data.max_length + options.sampling.max_completion_length
+        step = step_bytes(options, world, gpu_bytes, longest)
+        cache = _cache_bytes(options, world, work.config, longest)
+    needs = MemoryNeeds(
+        gpu_bytes,
+        memory.weights + OUTSIDE,
+        memory.weights / (2 if work.task.reference == "kept" else 1),
+        memory.gradients,
+        memory.optimizer,
+        BYTES * work.parameters.language / engine.vllm_tensor_parallel_size,
+        step,
+        cache,
+    )
+    return memory_budget(needs, engine, sleeps=sleeps, can_offload_model=not options.build.fp8_param_gather)
+
+
 def _step_and_cache(run: Run, model: Model, total: float) -> tuple[float | None, float | None]:
     """Return `MemoryNeeds.step` and `MemoryNeeds.cache`. Those of models with a critic or images are not known."""
     options, world = run.options, dist.get_world_size()
     if type(options) is not GrpoOptions or run.builds_tower or options.data.max_length is None:
         return None, None
-    engine, sampling = options.engine, options.sampling
-    longest = options.data.max_length + sampling.max_completion_length
+    longest = options.data.max_length + options.sampling.max_completion_length
     step = step_bytes(options, world, total, longest)
-    config, tensor = model.chunks[0].config, engine.vllm_tensor_parallel_size
+    return step, _cache_bytes(options, world, model.chunks[0].config, longest)
+
+
+def _cache_bytes(options: GrpoOptions, world: int, config: TransformerConfig, longest: int) -> float:
+    """Return the bytes of a GPU's KV cache of all completions generated at a time. longest: tokens of a sequence"""
+    tensor, sampling = options.engine.vllm_tensor_parallel_size, options.sampling
     heads = min(tensor, config.num_query_groups or config.num_attention_heads)  # further ranks hold copies
     completions = math.ceil((sampling.generation_batch_size or 0) * tensor / world)
     token_bytes = BYTES * config.num_layers * key_values(config) / heads
-    return step, completions * (engine.vllm_max_model_len or longest) * token_bytes
+    return completions * (options.engine.vllm_max_model_len or longest) * token_bytes
 
 
 def _state_bytes(parameter: torch.nn.Parameter, options: Any, groups: ProcessGroupCollection) -> float:

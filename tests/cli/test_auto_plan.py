@@ -236,8 +236,8 @@ def test_a_micro_batch_without_a_gpu(words, capsys) -> None:
     assert micro_batch(capsys, words)[0] == 4
     assert micro_batch(capsys, words, "--global_batch_size 6")[0] == 2
     assert micro_batch(capsys, words, "--global_batch_size 5")[0] == 1
-    words = ["rlhf", "--rlhf_type", "dpo", *unplanned(words)[1:]]
-    error = "error: --micro_batch_size auto: for megatron pt, and megatron sft on answers, whose memory is planned."
+    words = ["rlhf", "--rlhf_type", "gkd", "--teacher_model", words[2], *unplanned(words)[1:]]
+    error = "error: --micro_batch_size auto: not planned: --rlhf_type gkd. Set a number"
     code, printed = dry(capsys, words, "--micro_batch_size auto")
     assert (code, error in printed) == (2, True), printed
 
@@ -248,7 +248,7 @@ def test_a_micro_batch_without_a_gpu(words, capsys) -> None:
         ("--optimizer sgd", "--micro_batch_size auto: not planned: --optimizer sgd. Set a number"),
         ("--tensor_model_parallel_size 2", "is planned with --sequence_parallel true. Set that too"),
         ("--use_ray true", "--micro_batch_size auto cannot be used with --use_ray true"),
-        ("--task_type seq_cls --num_labels 2", "--micro_batch_size auto: not planned: --task_type seq_cls."),
+        ("--task_type embedding", "--micro_batch_size auto: not planned: --task_type embedding."),
         ("--global_batch_size 6", "no micro batch divides --global_batch_size 6"),
     ],
 )

@@ -1,6 +1,7 @@
 """Errors that a dry run finds as the run would: weights, columns, vocabularies, output folder."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from megaswift.cli.main import main
 from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.rewards import orms, reward
 
+from tests.cli.checks.checking import install
 from tests.cli.conftest import DENSE, write_model, write_tokenizer
 
 
@@ -23,9 +25,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def dry(capsys, words: str) -> tuple[int, str]:
+def dry(capsys, words: str, *, vllm: bool = False) -> tuple[int, str]:
     """Return the exit code and the output."""
-    code = main("megatron", [*words.split(), "--dry_run", "true", "--use_vllm", "false"])
+    code = main("megatron", [*words.split(), "--dry_run", "true", "--use_vllm", str(vllm).lower()])
     printed = capsys.readouterr()
     return code, printed.out + printed.err
 
@@ -160,3 +162,14 @@ def test_another_model(flag, model, tmp_path, capsys):
     assert f"--{flag} {other} has another vocabulary than the trained model" in dry(capsys, words)[1]
     (other / "model.safetensors").unlink()
     assert f"--{flag} {other}: has no weights" in dry(capsys, words)[1]
+
+
+def test_the_share_of_vllm_in_the_processes(model, tmp_path, capsys, monkeypatch):
+    install(monkeypatch, vllm=True)
+    words = grpo(model, written(tmp_path / "a.jsonl", "1", "2"), "--torch_dtype bfloat16 --max_length 64")
+    code, said = dry(capsys, f"{words} --vllm_mode colocate", vllm=True)
+    assert code == 0, said
+    assert re.search(r"memory +\d.* tokens, in training: weights", said), said
+    assert re.search(r"generation +by vLLM with 0\.\d\d of the GPU, (by turns with|beside) training, by the plan", said)
+    assert "  generation " not in dry(capsys, f"{words} --vllm_mode colocate --sleep_level 0", vllm=True)[1]
+    assert "  generation " not in dry(capsys, words)[1]

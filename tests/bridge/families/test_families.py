@@ -19,7 +19,7 @@ CASES = [(name, "") for name in TINIES] + [(name, layout) for name, tiny in TINI
 
 
 def default_layouts() -> dict[str, str]:
-    """Return for the first variant of each family one of its layouts of two processes: neighbours get different ones."""
+    """Return one layout of two processes for the first variant of each family: neighbours have different ones."""
     first = {name.split()[0]: name for name in reversed(TINIES)}
     of_two = {name: [each for each in TINIES[name].layouts if each in families.LAYOUTS[2]] for name in first.values()}
     return {name: layouts[at % len(layouts)] for at, (name, layouts) in enumerate(of_two.items()) if layouts}

@@ -1,0 +1,107 @@
+"""What a task adds to the training of a model: a reference model, forward passes without gradients, a score head."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ...bridge.option_groups import compose
+from ..options import (
+    CausalLmOptions,
+    CpoOptions,
+    DpoOptions,
+    GrpoOptions,
+    KtoOptions,
+    OrpoOptions,
+    PlanOptions,
+    PtOptions,
+    RerankerOptions,
+    RmOptions,
+    SeqClsOptions,
+    SftOptions,
+    SimpoOptions,
+)
+from ..options.groups import PrecomputeOptions, ReferenceOptions
+from .parameters import ModelParameters, Parameters
+
+WITH_TOWERS = PtOptions, CausalLmOptions  # tasks that are planned on images too
+MEASURED = *WITH_TOWERS, GrpoOptions  # tasks with packs whose memory was measured (docs/plan.md)
+RLHF = DpoOptions, OrpoOptions, CpoOptions, SimpoOptions, KtoOptions, RmOptions, GrpoOptions
+PLANNED = *WITH_TOWERS, SeqClsOptions, RerankerOptions, *RLHF
+OF_TYPE = {task.__dataclass_fields__["rlhf_type"].default: task for task in RLHF}
+PLANNED_REFERENCE = "offload_ref_model", "precompute_ref_log_probs"
+
+
+@dataclass(frozen=True)
+class TaskWork:
+    """What a task adds to a step.
+
+    reference: where the weights of a second model are during training
+    forwards: forward passes over a micro batch beside the one of training
+    """
+
+    reference: Literal["none", "kept", "offloaded"] = "none"
+    forwards: int = 0
+    outputs: int | None = None  # of a score head in place of the output layer
+
+    @classmethod
+    def of(cls, options: SftOptions) -> "TaskWork":
+        """Return the work of a run's task."""
+        reference: ReferenceOptions | None = getattr(options, "reference", None)
+        forwards, place = 1, "kept"
+        if reference is None or getattr(options, "reference_free", False) or not getattr(options, "beta", True):
+            forwards = 0
+        elif isinstance(reference, PrecomputeOptions) and reference.precompute_ref_log_probs:
+            forwards = 0  # it is released before gradients and the optimizer's state exist
+        elif reference.offload_ref_model:
+            place = "offloaded"
+        if not forwards or options.tuner.has_adapters:
+            place = "none"  # with adapters the reference is the model without them
+        if isinstance(options, KtoOptions) and options.loss_type == "kto":
+            forwards = 2 * forwards + 1  # mismatched answers too, by the reference and by the model
+        outputs = 1 if options.scores_documents else None
+        if isinstance(options, SeqClsOptions):
+            outputs = options.num_labels or 1  # those of a checkpoint's head are as small
+        return cls(place, forwards, outputs)
+
+    def of_parameters(self, parameters: ModelParameters, hidden_size: int) -> ModelParameters:
+        """Return the parameters of a model of the task, of a language model's."""
+        if self.outputs is None:
+            return parameters
+        output = Parameters(replicated=parameters.output.replicated + self.outputs * hidden_size)
+        return replace(parameters, output=output, tied=False)
+
+
+SFT = TaskWork()
+
+
+def task_of(plan: PlanOptions) -> TaskWork:
+    """Return the work of the task of `megatron plan`. Raises ValueError for a flag that it lacks."""
+    if plan.beta is not None and plan.rlhf_type != "grpo":
+        raise ValueError("--beta: planned for --rlhf_type grpo alone. Remove it, or set that")
+    if plan.rlhf_type is None:
+        return SFT
+    flags = {} if plan.beta is None else {"beta": plan.beta}
+    options = compose(OF_TYPE[plan.rlhf_type], tuner_type=plan.tuner_type, **flags)
+    return TaskWork.of(options)
+
+
+def unplanned_flags(options: SftOptions) -> Iterator[str]:
+    """Yield the flags of a task by which further models take memory that is not planned."""
+    if isinstance(options, GrpoOptions):
+        engine, teacher = options.engine, options.teacher
+        if teacher.teacher_model or teacher.mcore_teacher_model:
+            yield "--teacher_model"
+        if engine.use_vllm is False:
+            yield "--use_vllm false"
+        has_servers = engine.vllm_server_host or engine.vllm_server_base_url or engine.rollout_num_gpus
+        if engine.sleep_level == 0 and engine.vllm_mode != "server" and not has_servers:
+            yield "--sleep_level 0"
+    task, reference = TaskWork.of(options), getattr(options, "reference", None)
+    if not task.forwards or reference is None:
+        return
+    default, trained = type(reference)(), {"ref_model": options.model, "mcore_ref_model": options.mcore_model}
+    for name, value in vars(reference).items():
+        if value != getattr(default, name) and name not in PLANNED_REFERENCE and value != trained.get(name):
+            yield f"--{name}"
+    if task.reference != "none" and options.build.fp8_format:
+        yield "--fp8_format beside a reference model"
