@@ -6,7 +6,7 @@ import torch
 
 from tests.tiny_vision_text import SPECIAL, VOCABULARY
 
-LEARNED_BUFFERS = "layer_scalar", "std_bias", "std_scale"  # Gemma 4's, in its checkpoints
+LEARNED_BUFFERS = "layer_scalar", "std_bias", "std_scale", "_min", "_max"  # Gemma 4's, in its checkpoints
 # Settings of a decoder of DeepSeek-V3's shape, beside `_text`.
 LATENT_EXPERTS = {
     "num_key_value_heads": 4, "kv_lora_rank": 18, "q_lora_rank": None, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
@@ -56,6 +56,8 @@ def mean_of(model, name: str) -> float:
         return -1.0
     if name.endswith(("layer_scalar", "std_scale")):
         return 1.0
+    if name.endswith(("_min", "_max")):  # of a linear layer that clips
+        return -0.8 if name.endswith("_min") else 0.8
     is_norm = ("norm" in name or "ln_q" in name) and name.endswith("weight")
     adds_one = model.config.model_type.startswith("qwen3_5") and "visual" not in name and "linear_attn" not in name
     return 1.0 if is_norm and not adds_one else 0.0

@@ -56,6 +56,7 @@ LAYER_INPUTS = [
     layer_mapping("per_layer_projection.weight", "input_proj.weight", REPLICATED),
     layer_mapping("post_per_layer_input_norm.weight", "input_norm.weight", REPLICATED),
 ]
+IMAGE_TOKEN = 258880  # without image_token_id in config.json
 HEAD_KEYS = {"head_dim", "num_key_value_heads"}
 SUPPORTED = {
     "attention_bias": (False,),
@@ -168,26 +169,11 @@ def _full_heads(config: HfConfig, types: list[str]) -> dict[str, int | None]:
 
 def vision(hf_config: HfConfig) -> Vision:
     text = FAMILY.defaults | hf_config["text_config"]
-    check_bidirectional_images(text)
-    if text["hidden_size_per_layer_input"]:
-        raise ValueError("config.json has hidden_size_per_layer_input: images are not supported with it; train on text")
-    return tower_settings(hf_config, text["hidden_size"])
-
-
-def builds_towers(hf_config: HfConfig) -> bool:
-    """Return whether the tower of a raw config.json is supported: that of E2B and E4B, whose matrices clip, is not."""
-    text = FAMILY.defaults | hf_config["text_config"]
-    clips = (hf_config["vision_config"] or {}).get("use_clipped_linears")
-    return not (text["hidden_size_per_layer_input"] or clips)
-
-
-def check_bidirectional_images(text: HfConfig) -> None:
-    """Raise ValueError unless the visual tokens of an image attend to each other in both directions."""
-    if text.get("use_bidirectional_attention") != "vision":
-        raise ValueError(
-            f"config.json has use_bidirectional_attention {text.get('use_bidirectional_attention')!r}: images are "
-            "supported with 'vision' only"
-        )
+    tower = tower_settings(hf_config, text["hidden_size"])
+    if not text["hidden_size_per_layer_input"]:
+        return tower
+    tokens = hf_config.get("image_token_id", IMAGE_TOKEN), text.get("pad_token_id")
+    return replace(tower, layer_input_tokens=(tokens[0], tokens[1] or 0))
 
 
 def mappings(config: HfConfig) -> list[ParamMapping]:
@@ -216,12 +202,10 @@ FAMILY = Family(
     text_config=text_config,
     vision=vision,
     vision_mappings=tower_mappings,
-    builds_towers=builds_towers,
     vlm_names=(add_language_model_prefix,),
     limits=(
         "attention_bias",
         "pipeline parallelism with hidden_size_per_layer_input (E2B, E4B)",
-        "images with use_clipped_linears or hidden_size_per_layer_input (E2B, E4B)",
         "videos and audio: the audio tower passes through unchanged",
     ),
     defaults=DEFAULTS

@@ -39,7 +39,6 @@ def architecture(config: HfConfig) -> Architecture:
 
 def vision(hf_config: HfConfig) -> Vision:
     text = FAMILY.defaults | hf_config["text_config"]
-    gemma4_text.check_bidirectional_images(text)
     config = vision_config(hf_config, VISION_DEFAULTS)
     size = config["mm_embed_dim"]
     check_supported(config, {"model_type": ("gemma4_unified_vision",), "output_proj_dims": (size,)})

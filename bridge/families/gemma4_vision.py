@@ -4,8 +4,10 @@ https://ai.google.dev/gemma/docs/core/model_card_4. Means of squares of patches 
 values have norms, and scores no other scale.
 """
 
-from ..mapping.architecture import HfConfig, Vision
-from ..mapping.param_mapping import ParamMapping
+from itertools import product
+
+from ..mapping.architecture import CLIP_BOUNDS, HfConfig, Vision
+from ..mapping.param_mapping import SCALAR, ParamMapping
 from .decoder import check_supported
 from .vision_tower import (
     ACTIVATIONS,
@@ -33,6 +35,7 @@ VISION_DEFAULTS: HfConfig = {
     "patch_size": 16,
     "position_embedding_size": 10240,
     "standardize": False,
+    "use_clipped_linears": False,
 }
 
 
@@ -48,7 +51,6 @@ def tower_settings(hf_config: HfConfig, output_size: int) -> Vision:
             "num_key_value_heads": (heads,),
             "attention_bias": (False,),
             "attention_dropout": (0,),
-            "use_clipped_linears": (False,),
         },
     )
     if config["head_dim"] * heads != size or config["head_dim"] % 4:
@@ -84,6 +86,7 @@ def tower_settings(hf_config: HfConfig, output_size: int) -> Vision:
         merger_eps=config["rms_norm_eps"],
         scales_means=True,
         standardizes=config["standardize"],
+        clips=config["use_clipped_linears"],
     )
 
 
@@ -103,6 +106,12 @@ def tower_mappings(vision: Vision) -> list[ParamMapping]:
     tower.linear(attention + "o_proj.linear", mcore + "linear_proj", layers=layers, bias=False)
     tower.linear(hf + "mlp.{part}_proj.linear", mcore + "linear_fc1", REPLICATED_GATE_UP, layers, bias=False)
     tower.linear(hf + "mlp.down_proj.linear", mcore + "linear_fc2", layers=layers, bias=False)
+    if vision.clips:
+        modules = {f"self_attn.{part}_proj": f"linear_qkv.{part}_" for part in "qkv"}
+        modules |= {f"mlp.{part}_proj": f"linear_fc1.{part}_" for part in ("gate", "up")}
+        modules |= {"self_attn.o_proj": "linear_proj.", "mlp.down_proj": "linear_fc2."}
+        for (name, clipped), bound in product(modules.items(), CLIP_BOUNDS):
+            tower.add(f"{hf}{name}.{bound}", mcore + clipped + bound, SCALAR, layers)
     if vision.standardizes:
         for name in ("std_bias", "std_scale"):
             tower.add(name, "downsample." + name)

@@ -28,6 +28,8 @@ class LayerInputs(MegatronModule):
         super().__init__(config)
         size: int = config.architecture.layer_input_size  # type: ignore[attr-defined]
         self.size, width = size, config.num_layers * size
+        vision = config.architecture.vision  # type: ignore[attr-defined]
+        self.visual_tokens: tuple[int, int] | None = vision and vision.layer_input_tokens
         assert config.init_method is not None
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
@@ -42,22 +44,33 @@ class LayerInputs(MegatronModule):
         self.layer_projection = ReplicatedLinear(config, config.hidden_size, width)
         self.norm = Norm(config, size, config.layernorm_epsilon)
 
-    def forward(self, tokens: Tensor, embeddings: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, tokens: Tensor, embeddings: Tensor, visual: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return each layer's vectors, [sequence, rows, size], divided like the embeddings by sequence parallelism.
 
-        tokens: [rows, sequence]. embeddings: of the tokens, [sequence (/ TP), rows, hidden_size]
+        tokens: [rows, sequence]. embeddings: of the tokens, with features, [sequence (/ TP), rows, hidden_size]
+        visual: positions of the features among the embeddings
         """
+        if self.visual_tokens is not None:
+            own, other = self.visual_tokens
+            tokens = torch.where(tokens == own, other, tokens)
         rows = self.word_embeddings(tokens)
         rows = rows if self.config.sequence_parallel else rows.transpose(0, 1)
+        if visual is not None:  # padding, whose embedding transformers does not train
+            is_visual = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=rows.device)
+            is_visual.view(-1)[visual] = True
+            rows = torch.where(is_visual[..., None], rows.detach(), rows)
         scale = float(torch.tensor(math.sqrt(self.size), dtype=rows.dtype))  # as transformers rounds it
         projected = self.layer_projection(embeddings) * self.config.hidden_size**-0.5
         rows, projected = (x.unflatten(-1, (-1, self.size)) for x in (rows, projected))
         vectors = (self.norm(projected) + rows * scale) * 2**-0.5
         return vectors.permute(2, 0, 1, 3).contiguous().unbind(0)
 
-    def give_to(self, documents: Documents, tokens: Tensor, embeddings: Tensor) -> Tensor:
-        """Compute the vectors for the layers of a micro batch; return the embeddings, whose gradients come last."""
-        vectors = self(tokens, embeddings)
+    def give_to(self, documents: Documents, tokens: Tensor, embeddings: Tensor, visual: Tensor | None = None) -> Tensor:
+        """Compute the vectors for the layers of a micro batch; return the embeddings, whose gradients come last.
+
+        Arguments as of `forward`.
+        """
+        vectors = self(tokens, embeddings, visual)
         documents.layer_inputs = tuple(map(shared_leaf, vectors))
         for vector, leaf in zip(vectors, documents.layer_inputs, strict=True):
             embeddings = add_shared_grad(embeddings, vector, leaf)

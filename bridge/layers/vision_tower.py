@@ -23,6 +23,7 @@ from ..kernels import usable
 from ..kernels.flash_attention import FORWARD_HEAD_SIZES, FlashAttention
 from ..kernels.weight_gradient import has_main_grad
 from ..mapping.architecture import TowerLayers, Vision
+from .clipped_linear import ClippedLinear
 from .mergers import (
     ACTIVATIONS,
     Downsample,
@@ -53,6 +54,7 @@ VISION_MODULES += "embedding_norm", "layers", "final_norm", "downsample"
 MERGERS = "merger", "deep_mergers"
 
 
+CLIPPED_QKV, CLIPPED_FC1 = ("q_", "k_", "v_"), ("gate_", "up_")  # parts of matrices, of which each has bounds
 GELUS = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}  # torch's names of approximations
 
 
@@ -186,7 +188,6 @@ class TowerLayer(nn.Module):
         super().__init__()
         self.attention = attention
         size, ffn_size = vision.hidden_size, vision.ffn_hidden_size
-        linear = partial(Linear, dtype=config.params_dtype, device=device)
         self.num_heads, self.head_dim, self.gated = vision.num_heads, size // vision.num_heads, vision.gated
         self.activation = ACTIVATIONS[vision.activation]
         self.gelu = None if vision.gated else GELUS.get(vision.activation)
@@ -199,13 +200,18 @@ class TowerLayer(nn.Module):
             self.q_norm, self.k_norm = (
                 RMSNorm(self.head_dim, eps=vision.eps, dtype=config.params_dtype, device=device) for _ in range(2)
             )
-        self.linear_qkv = linear(size, 3 * size, bias=vision.qkv_bias and vision.key_bias)
         self.query_value_bias = None
         if vision.qkv_bias and not vision.key_bias:
             self.query_value_bias = nn.Parameter(torch.empty(2 * size, dtype=config.params_dtype, device=device))
-        linear = partial(linear, bias=vision.layer_bias)
+        if vision.clips:
+            linear = partial(ClippedLinear, dtype=config.params_dtype, device=device)
+            self.linear_qkv = linear(size, 3 * size, parts=CLIPPED_QKV, blocks=vision.num_heads)
+            self.linear_fc1 = linear(size, 2 * ffn_size, parts=CLIPPED_FC1)
+        else:
+            linear = partial(Linear, bias=vision.layer_bias, dtype=config.params_dtype, device=device)
+            self.linear_qkv = linear(size, 3 * size, bias=vision.qkv_bias and vision.key_bias)
+            self.linear_fc1 = linear(size, 2 * ffn_size if vision.gated else ffn_size)
         self.linear_proj = linear(size, size)
-        self.linear_fc1 = linear(size, 2 * ffn_size if vision.gated else ffn_size)
         self.linear_fc2 = linear(ffn_size, size)
         self.scale1 = self.scale2 = None
         if vision.layer_scale:

@@ -198,6 +198,7 @@ class Audio(TowerLayers):
         return frames
 
 
+CLIP_BOUNDS = "input_min", "input_max", "output_min", "output_max"  # numbers beside a linear layer that clips
 INDICATORS = 5  # kinds of tokens around and between the tiles of an image of Ovis2
 
 
@@ -248,6 +249,7 @@ class Vision(TowerLayers):
     pools_squares: bool = False
     merger_eps: float | None = None
     scales_means: bool = False
+    clips: bool = False  # linear layers of gated layers clip; see layers/clipped_linear.py
     standardizes: bool = False  # (x - bias) * scale by tensors of the checkpoint, not trained; needs `scales_means`
     square_mlp_size: int | None = None  # width of both layers of an MLP over each square
     # The features of an image's tiles are put together, without padding, with a learned one behind each row; they are
@@ -256,6 +258,8 @@ class Vision(TowerLayers):
     # Rows of a table of visual words. A square's features are its rows, weighed by probabilities; the last INDICATORS
     # rows are of the tokens around and between the tiles of an image, which are visual tokens too.
     visual_words: int | None = None
+    # Visual tokens have the per-layer embeddings of another token: their own and that one. See layers/layer_inputs.py.
+    layer_input_tokens: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

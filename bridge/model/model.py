@@ -116,12 +116,13 @@ class Model:
 
         documents.media = inputs.media
         embeddings, bare_chunk = None, cast(GPTModel, getattr(chunk, "module", chunk))
-        if inputs.media is not None and hasattr(bare_chunk, "embedding"):
-            embeddings = inputs.media.replace_embeddings(bare_chunk.embedding(inputs.tokens, inputs.position_ids))
-        elif self.architecture.layer_input_size:
+        media, layer_input_size = inputs.media, self.architecture.layer_input_size
+        if (media is not None or layer_input_size) and hasattr(bare_chunk, "embedding"):
             embeddings = bare_chunk.embedding(inputs.tokens, inputs.position_ids)
-            layer_inputs = cast(LayerInputs, bare_chunk.embedding.layer_inputs)
-            embeddings = layer_inputs.give_to(documents, inputs.tokens, embeddings)
+            embeddings = embeddings if media is None else media.replace_embeddings(embeddings)
+        if embeddings is not None and layer_input_size:
+            layer_inputs, visual = cast(LayerInputs, bare_chunk.embedding.layer_inputs), media and media.positions
+            embeddings = layer_inputs.give_to(documents, inputs.tokens, embeddings, visual)
         return chunk(
             inputs.tokens,
             inputs.position_ids,

@@ -222,6 +222,14 @@ FAMILIES = {
 }
 
 
+def vision_family(config: Mapping[str, Any]) -> VisionFamily:
+    """Return the family of a model with a tower. config: its config.json. Raises KeyError for an unknown model_type."""
+    family = FAMILIES[config["model_type"]]
+    text = config.get("text_config") or {}
+    has_blocks = family.has_blocks and (family is not GEMMA4 or text.get("use_bidirectional_attention") == "vision")
+    return replace(family, has_blocks=has_blocks)
+
+
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "merge_kernel_size", "temporal_patch_size", "tokens_per_second"
 TOWER_SETTINGS += ("pixel_shuffle_ratio", "hidden_stride", "pooling_kernel_size")
 AUDIO_SETTINGS = "n_window", "num_mel_bins"
@@ -237,7 +245,7 @@ def differing_setting(config: Mapping[str, Any], other: Mapping[str, Any]) -> st
 
     config, other: config.json of models with a vision or audio tower
     """
-    if FAMILIES[config["model_type"]] != FAMILIES[other["model_type"]]:
+    if vision_family(config) != vision_family(other):
         return "model_type"
     pairs = {name: (config.get(name), other.get(name)) for name in TOKEN_SETTINGS}
     for tower, names in (("vision_config", TOWER_SETTINGS), ("audio_config", AUDIO_SETTINGS)):

@@ -19,7 +19,7 @@ from ..formats.schemas import UnusableRow
 from ..options import MediaOptions
 from ..tokenizer import Tokenizer
 from .audio_processor import AudioProcessor
-from .families import FAMILIES
+from .families import FAMILIES, vision_family
 from .feature_cache import FeatureFiles
 from .image_rules import Grid, grown, smart_resize
 from .images import image_size, open_image
@@ -64,7 +64,7 @@ class VisionProcessor:
     def __init__(self, folder: Path, tokenizer: Tokenizer, options: MediaOptions):
         config = read_model(folder)
         self.model_type: str = config["model_type"]
-        self.family = FAMILIES[self.model_type]
+        self.family = vision_family(config)
         self.allow_private = options.allow_private_media_urls
         image, video = load_processors(folder, self.family)
         self._form, self._sample = video_form(video, self.family, requested_values(options))

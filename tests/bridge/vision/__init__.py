@@ -246,6 +246,18 @@ def gemma4(**vision: Any) -> Any:
     )
 
 
+def gemma4_elastic() -> Any:
+    """Gemma 4 E2B: the tower clips, images attend from left to right, and tokens have embeddings for each layer."""
+    from tests.bridge.families.gemma4_text import ELASTIC
+
+    whole = gemma4(use_clipped_linears=True, standardize=False)
+    text = whole.text_config.to_dict() | ELASTIC | {"sliding_window": 5, "use_bidirectional_attention": None}
+    text |= {"vocab_size_per_layer_input": TEXT["vocab_size"], "num_global_key_value_heads": None}
+    text = {name: value for name, value in text.items() if name != "per_layer_config"}
+    settings = whole.to_dict() | {"text_config": text}
+    return type(whole)(**settings)
+
+
 VISION_UNIFIED = {
     "patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 24, "output_proj_dims": 24, "mm_posemb_size": 5,
 }  # fmt: skip
@@ -360,6 +372,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "kimi_vl": kimi_vl,
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "gemma4_elastic": gemma4_elastic,
     "gemma4_unified": gemma4_unified,
     "llava": llava,
     "llama4": llama4,

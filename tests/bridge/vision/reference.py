@@ -77,7 +77,7 @@ def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDo
     if form(model):
         side = getattr(model.config.vision_config, "hidden_stride", None)  # of a visual token, of Ovis2
         side = 1 if form(model) == "embedded patches" else side
-        return _document_of_images(parts, rng, form(model), side)
+        return _document_of_images(parts, rng, form(model), side, has_blocks=_has_blocks(model))
     is_glm = model.config.model_type.startswith("glm")  # the token of videos is that of images
     ids: list[int] = []
     kinds: list[int] = []
@@ -108,13 +108,20 @@ def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDo
     return document
 
 
+def _has_blocks(model: Any) -> bool:
+    """Whether tokens of an image attend in both directions."""
+    causal = model.config.model_type == "gemma4" and model.config.text_config.use_bidirectional_attention is None
+    return form(model) in ("images", *PADDED) and not causal
+
+
 def form(model: Any) -> str:
     """How a model takes images.
 
     As "rows" with a token behind each, as "tiles", as "separated tiles" with visual tokens around and between them, as
     "images" of one size whose tokens attend in both directions, as "crops" of one size with a token for each patch, as
     "patches" whose tokens have one position each, as "padded patches" or "embedded patches" (without a tower) whose
-    tokens attend in both directions too, or as patches whose tokens have positions on axes (empty).
+    tokens attend in both directions too (but those of Gemma 4 E2B), or as patches whose tokens have positions on axes
+    (empty).
     """
     forms = {"llava": "crops", "mistral3": "rows", "internvl": "tiles", "gemma3": "images", "kimi_vl": "patches"}
     forms |= {"llama4": "tiles", "kimi_k25": "patches", "llava_onevision": "anyres", "ovis2": "separated tiles"}
@@ -122,11 +129,12 @@ def form(model: Any) -> str:
     return forms.get(model.config.model_type, "")
 
 
-def _document_of_images(parts: list[Any], rng: np.random.Generator, form: str, merge: int | None) -> MediaDocument:
+def _document_of_images(
+    parts: list[Any], rng: np.random.Generator, form: str, merge: int | None, *, has_blocks: bool
+) -> MediaDocument:
     """A document whose videos are images of as many patches, or about as many tiles."""
     ids: list[int] = []
     merge = merge or (1 if form in ("crops", "anyres") else MERGE)
-    has_blocks = form in ("images", *PADDED)
     document = MediaDocument(np.empty(0), np.empty(0), None, [], [], [], has_blocks=has_blocks, merge=merge)
     for part in parts:
         if isinstance(part, int):

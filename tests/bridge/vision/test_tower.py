@@ -11,7 +11,7 @@ import torch
 from megaswift.bridge.families import family_of
 from megaswift.bridge.layers.patch_plan import plan_patches
 from megaswift.bridge.layers.tower_part import TowerPart
-from megaswift.bridge.mapping.architecture import Architecture
+from megaswift.bridge.mapping.architecture import CLIP_BOUNDS, Architecture
 from megaswift.bridge.mapping.param_mapping import TOWERS, MappingEntry, expand_mappings
 from torch import Tensor
 
@@ -35,8 +35,13 @@ ARCHITECTURES = {
 VARIANTS = {"gemma4 without a scale of features": partial(gemma4, standardize=False)}
 
 
+BUFFERS = "std_bias", "std_scale", *CLIP_BOUNDS
+
+
 def whole(entry: MappingEntry, tensors: dict[str, Tensor], shape: tuple[int, ...], about: Architecture) -> Tensor:
     """Return a tensor of ours from transformers'."""
+    if entry.kind.is_scalar:
+        return tensors[entry.hf[0]].view(1)
     spans = entry.spans(shape, 1, about)
     return torch.cat([tensors[entry.hf[span.part or 0]][span.start : span.stop : span.step] for span in spans])
 
@@ -48,7 +53,18 @@ def by_names_in_files(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tenso
 @pytest.mark.parametrize(
     "family",
     [
-        *("mistral3", "ministral3", "internvl_qwen3", "kimi_vl", "gemma3", "gemma4", "llava", "llama4", "ovis2"),
+        *(
+            "mistral3",
+            "ministral3",
+            "internvl_qwen3",
+            "kimi_vl",
+            "gemma3",
+            "gemma4",
+            "gemma4_elastic",
+            "llava",
+            "llama4",
+            "ovis2",
+        ),
         *("ovis2_with_biases", "gemma4_unified", *VARIANTS),
     ],
 )
@@ -78,7 +94,7 @@ def test_features_and_gradients_are_those_of_transformers(family: str) -> None:
     settings: Any = SimpleNamespace(params_dtype=torch.float32, attention_kernel="torch")
     part = TowerPart(about.vision, None, settings, torch.device("cpu"))
     ours = part.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith(("std_bias", "std_scale"))}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith(BUFFERS)}
     trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
     theirs = by_names_in_files(model, trained | buffers)
     entries = expand_mappings(family_of(raw), raw, about, theirs)

@@ -28,6 +28,7 @@ from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.layers import packed_seqs
 from megaswift.bridge.layers.audio_plan import AudioPlan, plan_audios
+from megaswift.bridge.layers.clipped_linear import ClippedLinear
 from megaswift.bridge.layers.deepstack import MediaFeatures
 from megaswift.bridge.layers.patch_plan import Blocks, PatchPlan, plan_patches
 from megaswift.bridge.layers.tile_features import plan_features
@@ -377,7 +378,14 @@ def _join_audios(plan: AudioPlan) -> AudioPlan:
     return replace(plan, blocks=Blocks([sum(plan.blocks.lengths)], plan.blocks.cu_seqlens[[0, -1]]))
 
 
+def _own_layer_inputs(model: Model) -> Any:
+    """Visual tokens have per-layer embeddings of their own."""
+    return mock.patch.object(model.chunks[0].embedding.layer_inputs, "visual_tokens", None)
+
+
 FAULTS: dict[str, Any] = {
+    "layer inputs of visual tokens": _own_layer_inputs,
+    "no clipping": lambda model: mock.patch.object(ClippedLinear, "_clip", lambda layer, x, side: x),
     "one block for all audios": _audio_plan(_join_audios),
     "positions of the next step of time": _audio_plan(lambda plan: replace(plan, sines=plan.sines.roll(1, 0))),
     "frames of the next step of time": _audio_plan(lambda plan: replace(plan, frames=plan.frames.roll(1, 1))),
