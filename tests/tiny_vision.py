@@ -310,13 +310,22 @@ def gemma3(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Gemma3ForConditionalGeneration, config, processor, seed)
 
 
+VISION_GEMMA4 = {
+    "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
+    "intermediate_size": 56, "position_embedding_size": 3 * 70,
+}  # fmt: skip
+
+
 def gemma4(folder: Path, seed: int = 0) -> Path:
     """Write a tiny Gemma 4 with its processor to a folder and return it. Its images have up to 70 tokens."""
-    vision = {
-        "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
-        "intermediate_size": 56, "position_embedding_size": 3 * 70, "standardize": True,
-    }  # fmt: skip
-    return _gemma4(folder, seed, "Gemma4", vision)
+    return _gemma4(folder, seed, "Gemma4", VISION_GEMMA4 | {"standardize": True})
+
+
+def gemma4_elastic(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny Gemma 4 E2B likewise: its tower clips, images attend from left to right, and layers share keys."""
+    vision = VISION_GEMMA4 | {"standardize": False, "use_clipped_linears": True}
+    text = gemma4_text.ELASTIC | {"use_bidirectional_attention": None, "num_global_key_value_heads": None}
+    return _gemma4(folder, seed, "Gemma4", vision, text)
 
 
 def gemma4_unified(folder: Path, seed: int = 0) -> Path:
@@ -325,8 +334,8 @@ def gemma4_unified(folder: Path, seed: int = 0) -> Path:
     return _gemma4(folder, seed, "Gemma4Unified", vision)
 
 
-def _gemma4(folder: Path, seed: int, kind: str, vision: dict[str, Any]) -> Path:
-    """kind: beginning of the names of transformers' classes"""
+def _gemma4(folder: Path, seed: int, kind: str, vision: dict[str, Any], further: dict[str, Any] | None = None) -> Path:
+    """kind: beginning of the names of transformers' classes; further: settings of the language model"""
     import transformers
 
     module = f"{kind.lower().replace('unified', '_unified')}"
@@ -346,10 +355,13 @@ def _gemma4(folder: Path, seed: int, kind: str, vision: dict[str, Any]) -> Path:
         image_seq_length=70,
     )
     text = {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision", "bos_token_id": 2}
+    settings = _text(gemma4_text.ROPES) | gemma4_text.SETTINGS | text | {"eos_token_id": 5} | (further or {})
+    if further:
+        settings["vocab_size_per_layer_input"] = settings["vocab_size"]
     names = {f"{name}_id": vocabulary.convert_tokens_to_ids(token) for name, token in GEMMA4_NAMES.items()}
     names["eoa_token_index"] = names.pop("eoa_token_id")
     config = of_kind("Config")(
-        text_config=_text(gemma4_text.ROPES) | gemma4_text.SETTINGS | text | {"eos_token_id": 5},
+        text_config=settings,
         vision_config=vision | {"patch_size": patch},
         video_token_id=vocabulary.convert_tokens_to_ids("<|video|>"),
         **names,
@@ -393,6 +405,7 @@ FAMILIES = {
     "llava": llava,
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "gemma4_elastic": gemma4_elastic,
     "gemma4_unified": gemma4_unified,
     "kimi_vl": kimi_vl,
     "kimi_k25": kimi_k25,

@@ -43,7 +43,7 @@ class _FusedSource:
 
     @lru_cache(maxsize=8)  # noqa: B019  (freed with this object once the adapter is loaded)
     def _read_all(self, name: str) -> Tensor:
-        return self._source.read(name, 0, 0, self._source.tensors[name].shape[0])
+        return self._source.read_whole(name)
 
 
 class StackedExperts(_FusedSource):

@@ -98,8 +98,7 @@ def load_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, fo
     if extra := stored - expected:
         raise ValueError(f"{folder} has {abridge(extra)}, which this model has no place for. {fix}")
     for name, original in lora.plan.copies.items():
-        rows = source.tensors[original].shape[0]
-        if name in source.tensors and not torch.equal(source.read(name, 0, 0, rows), source.read(original, 0, 0, rows)):
+        if name in source.tensors and not torch.equal(source.read_whole(name), source.read_whole(original)):
             raise ValueError(f"{folder}: {name} is not {original}, and this model has one matrix for both. {fix}")
     architecture = describe_chunks(chunks, hf_config)
     read_tensors(tensors, entries, architecture, source)
@@ -221,7 +220,7 @@ def _join_files(parts: Path, file: Path, lora: Lora) -> None:
         raise RuntimeError(f"{len(source.tensors)} tensors were written, which are not those of the adapter")
     specs = {name: source.tensors[original].spec for name, original in names.items()}
     stacked = plan.stacked
-    tensors = ((name, source.read(x, 0, 0, source.tensors[x].shape[0])) for name, x in names.items())
+    tensors = ((name, source.read_whole(original)) for name, original in names.items())
     tensors = ((name, fuse_experts(name, tensor) if name in stacked else tensor) for name, tensor in tensors)
     specs |= {name: specs[name]._replace(shape=fused_shape(name, specs[name].shape)) for name in stacked}
     write_shard(file, specs, tensors)

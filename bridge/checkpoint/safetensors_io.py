@@ -146,6 +146,10 @@ class SafetensorsFolder:
             runs = range(offset + start * inner, offset + outer * stride, stride)
         return take_strided(read_runs(file, dtype, (*shape[:dim], stop - start, *shape[dim + 1 :]), runs), dim, step)
 
+    def read_whole(self, name: str) -> Tensor:
+        """Read tensor `name`. Raises ValueError if the file ends too early."""
+        return self.read(name, 0, 0, next(iter(self.tensors[name].shape), 1))
+
 
 def take_strided(tensor: Tensor, dim: int, step: int) -> Tensor:
     """Return every `step`-th position of `tensor` along `dim`, as a view."""

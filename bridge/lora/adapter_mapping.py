@@ -25,6 +25,7 @@ from ..mapping.param_mapping import (
     OUTPUT_BIAS,
     REPLICATED,
     TOWERS,
+    VISION_TOWER,
     MappingEntry,
     ParamKey,
     ParamTable,
@@ -232,6 +233,8 @@ def _unadapted_reason(matrix: _Matrix, architecture: Architecture) -> str:
     """Return why a matrix takes no adapters, for messages; "" if it takes them."""
     if matrix.key.expert is not None and not adapts_experts(architecture):
         return "is of an expert without a gate, which takes no adapters in this version"
+    if architecture.vision and architecture.vision.clips and matrix.key.name.startswith(VISION_TOWER + "layers."):
+        return "is of a tower that clips, which takes no adapters in this version"
     if architecture.mamba and matrix.leaf == "out_proj":
         return "is the last matrix of a Mamba-2 layer, which transformers' kernels compute without adapters"
     return ""

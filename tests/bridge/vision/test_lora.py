@@ -75,6 +75,8 @@ CASES = {
         },
         "CP2",
     ),
+    "whole tower that clips": ("gemma4_elastic", {"vision": {}, "whole": ["vision.layers"]}, "CP2"),
+    "merger of a tower that clips": ("gemma4_elastic", {"vision": ALL}, "TP2 SP"),
     "visual words": ("ovis2", {"vision": ALL}, "TP2 SP"),
     "beside MoonViT": ("kimi_k25", {"vision": {}}, "TP2 SP EP2"),
     "MLP of squares": ("llama4", {"vision": ALL}, "TP2 SP"),
@@ -95,6 +97,7 @@ pytestmark = pytest.mark.slow
 
 LONG = "projector", "whole projector", "tower with class tokens", "pooled squares", "whole projection", "crops"
 LONG += (
+    "whole tower that clips",
     "whole tower with a norm of embeddings",
     "beside MoonViT",
     "features put together",

@@ -44,6 +44,7 @@ def place(tmp_path_factory) -> Path:
     tiny_vision.kimi_vl(place / "kimi_vl")
     tiny_vision.gemma3(place / "gemma3")
     tiny_vision.gemma4(place / "gemma4")
+    tiny_vision.gemma4_elastic(place / "gemma4_elastic")
     tiny_vision.llava(place / "llava")
     tiny_vision.llama4(place / "llama4")
     tiny_vision.kimi_k25(place / "kimi_k25")
@@ -106,7 +107,7 @@ def steps_of_transformers(place: Path, model_folder: str) -> tuple[list[list[flo
         turn = "<|im_assistant|>assistant<|im_middle|>"
     elif model_folder == "gemma3":
         turn, end_token = "<start_of_turn>model\n", "<end_of_turn>"
-    elif model_folder == "gemma4":
+    elif model_folder.startswith("gemma4"):
         turn, end_token = "<|turn>model\n", "<turn|>"
     elif model_folder == "llama4":
         turn, end_token = "<|header_start|>assistant<|header_end|>\n\n", "<|eot|>"
@@ -157,6 +158,7 @@ FURTHER = (
     "kimi_vl",
     "gemma3",
     "gemma4",
+    "gemma4_elastic",
     "llava",
     "llama4",
     "kimi_k25",

@@ -23,6 +23,7 @@ FAMILIES = (
     "kimi_vl",
     "gemma3",
     "gemma4",
+    pytest.param("gemma4_elastic", marks=pytest.mark.long),
     pytest.param("gemma4_unified", marks=pytest.mark.long),
     "llama4",
     "llava_onevision",
@@ -32,7 +33,7 @@ FAMILIES = (
     pytest.param("qwen3_5", marks=pytest.mark.long),
 )
 IMAGES_ONLY = "mistral3", "internvl", "kimi_vl", "gemma3", "gemma4", "gemma4_unified", "llava", "llama4"
-IMAGES_ONLY += "kimi_k25", "ovis2"
+IMAGES_ONLY += "kimi_k25", "ovis2", "gemma4_elastic"
 ROWS = 200
 WORDS = ["what", "colour", "is", "the", "shape", "a", "red", "circle", "blue", "square", "sky", "picture"]
 

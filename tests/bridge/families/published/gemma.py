@@ -120,6 +120,7 @@ GEMMA4_E4B = GEMMA4_31B | {
         "num_key_value_heads": 2,
         "num_kv_shared_layers": 18,
         "sliding_window": 512,
+        "use_bidirectional_attention": None,
         "use_double_wide_mlp": False,
         "vocab_size_per_layer_input": 262144,
     },
