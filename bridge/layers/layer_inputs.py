@@ -51,8 +51,8 @@ class LayerInputs(MegatronModule):
         visual: positions of the features among the embeddings
         """
         if self.visual_tokens is not None:
-            own, other = self.visual_tokens
-            tokens = torch.where(tokens == own, other, tokens)
+            visual_token, padding = self.visual_tokens
+            tokens = torch.where(tokens == visual_token, padding, tokens)
         rows = self.word_embeddings(tokens)
         rows = rows if self.config.sequence_parallel else rows.transpose(0, 1)
         if visual is not None:  # padding, whose embedding transformers does not train

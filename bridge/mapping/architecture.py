@@ -167,6 +167,7 @@ class TowerLayers:
     head_norms: bool = False  # RMS norms of each head: of queries and keys with weights, of values without
     softmax_scale: float | None = None  # factor on attention's scores; None: that of the size of a head
     window: int | None = None  # side in pixels of the windows in which layers attend, except `full_layers`
+    clips: bool = False  # linear layers, of gated layers, clip; see layers/clipped_linear.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +250,6 @@ class Vision(TowerLayers):
     pools_squares: bool = False
     merger_eps: float | None = None
     scales_means: bool = False
-    clips: bool = False  # linear layers of gated layers clip; see layers/clipped_linear.py
     standardizes: bool = False  # (x - bias) * scale by tensors of the checkpoint, not trained; needs `scales_means`
     square_mlp_size: int | None = None  # width of both layers of an MLP over each square
     # The features of an image's tiles are put together, without padding, with a learned one behind each row; they are
@@ -258,7 +258,7 @@ class Vision(TowerLayers):
     # Rows of a table of visual words. A square's features are its rows, weighed by probabilities; the last INDICATORS
     # rows are of the tokens around and between the tiles of an image, which are visual tokens too.
     visual_words: int | None = None
-    # Visual tokens have the per-layer embeddings of another token: their own and that one. See layers/layer_inputs.py.
+    # The token of images, and that whose per-layer embeddings it has instead of its own; see layers/layer_inputs.py.
     layer_input_tokens: tuple[int, int] | None = None
 
 
