@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..bridge.option_groups import flag_value, flag_values
 from ..tasks.options import GrpoOptions, SftOptions
+from ..tasks.options.rollout import engine_kind
 from ..tasks.plan.gpus import GPUS
 from ..tasks.plan.run_plan import ASSUMED_IMAGES, TEXT, Gpu, Images, check_fits, memory_line, time_line
 from ..tasks.run.args_json import SECRET
@@ -57,7 +58,7 @@ def report(
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
         f"  memory            {memory_line(options, layout.world, images, gpu.memory)}",
-        *_engine_lines(options, layout, images, gpu),
+        *_engine_lines(options, layout, images, launch),
         *_time_lines(options, layout, images, gpu, data),
         f"  command           {shown_command(command, launch.settings)}",
         *_server_lines(launch),
@@ -86,15 +87,20 @@ def _gpu(launch: TrainingLaunch) -> Gpu:
     return Gpu(*(gpu_model(gpus[0]) if gpus else None) or WITHOUT_GPU, launch.processes.per_node)
 
 
-def _engine_lines(options: SftOptions, layout: ProcessLayout, images: Images, gpu: Gpu) -> list[str]:
-    """Return vLLM's memory in the training processes. Raises ValueError where it cannot fit."""
-    from ..tasks.rollout.factory import engine_kind
+def _engine_lines(options: SftOptions, layout: ProcessLayout, images: Images, launch: TrainingLaunch) -> list[str]:
+    """Return vLLM's memory in the training processes. Raises ValueError if it cannot fit on the GPUs that are here."""
     from ..tasks.rollout.memory_budget import planned_engine_memory
 
     if type(options) is not GrpoOptions or engine_kind(options.engine) != "vllm":
         return []
-    budget = planned_engine_memory(options, layout.world, gpu.memory, images)
-    return [f"  generation        by vLLM with {budget}, by the plan"] if budget else []
+    gpu = _gpu(launch)
+    try:
+        budget = planned_engine_memory(options, layout.world, gpu.memory, images)
+    except ValueError:
+        if launch.placement.training and options.training.plan != "off":
+            raise
+        return [f"  generation        by the plan, vLLM does not fit beside training on {gpu.name}"]
+    return [f"  generation        by vLLM with {budget}, by the plan, on {gpu.name}"] if budget else []
 
 
 def _time_lines(options: SftOptions, layout: ProcessLayout, images: Images, gpu: Gpu, data: DataPlan) -> list[str]:

@@ -103,7 +103,7 @@ def check(run: Run, folder: Path) -> Check:
     return Check(
         run,
         replace(plan, work=work).memory.total / GIB,
-        training_memory(run) or measured["memory_gib"],
+        training_memory(run) or 0.0,
         None if options.generates else seconds_per_step(work, plan.layout, machine),
         measured["seconds_per_step"],
         plan.is_measured,

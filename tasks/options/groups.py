@@ -12,8 +12,8 @@ class TrainingOptions:
 
     micro_batch_size: Annotated[
         int,
-        "Samples, or packs with --packing true, of one forward pass of a data-parallel rank; auto (pt, sft): as many "
-        "as fit by the plan and are not slower.",
+        "Samples, or packs with --packing true, of one forward pass of a data-parallel rank; auto: as many as "
+        "fit by the plan (docs/plan.md) and are not slower.",
         "(0, inf)",
         "auto",
     ] = 1
@@ -354,6 +354,11 @@ class ReferenceOptions:
         float, "sync_ref_model: weight of the trained model in an update; 1: replace the reference.", "(0, 1]"
     ] = 0.6
     ref_model_sync_steps: Annotated[int, "sync_ref_model: steps between updates.", "[1, inf)"] = 512
+
+    @property
+    def is_separate(self) -> bool:
+        """Return whether the flags name a model: else that of adapters is the trained one without them."""
+        return bool(self.ref_model or self.mcore_ref_model or self.ref_adapters)
 
 
 @dataclass

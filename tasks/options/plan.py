@@ -23,7 +23,7 @@ class PlanOptions:
         "Plan `megatron rlhf` with its reference model; grpo: training on what is generated, without vLLM. Default: "
         "`megatron sft`.",
     ] = None
-    beta: Annotated[float | None, "grpo: 0 plans no reference model.", "[0, inf)"] = None
+    beta: Annotated[float | None, "grpo: as in the run; 0: without a reference model.", "[0, inf)"] = None
     gpus: Annotated[int, "Number of GPUs.", "(0, inf)"] = 8
     gpus_per_node: Annotated[int, "GPUs of a node, which NVLink connects.", "(0, inf)"] = 8
     gpu: Annotated[GpuName, "Kind of GPU; none needs to be present."] = "h100"

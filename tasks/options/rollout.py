@@ -1,5 +1,6 @@
 """Options of `swift rollout`, and of a training run's rollout engine. No torch: the command line imports this."""
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -120,6 +121,15 @@ class EngineOptions(VllmOptions):
     offload_optimizer: Annotated[
         bool | None, "Keep the optimizer's state in host memory during generation and weight sync."
     ] = None
+
+
+def engine_kind(options: EngineOptions) -> str:
+    """Return what generates: server, vllm (in the training processes) or transformers (likewise)."""
+    if options.vllm_mode == "server" or options.vllm_server_host or options.vllm_server_base_url:
+        return "server"
+    is_installed = importlib.util.find_spec("vllm") is not None
+    uses_vllm = is_installed if options.use_vllm is None else options.use_vllm
+    return "vllm" if uses_vllm or options.vllm_mode == "colocate" else "transformers"
 
 
 @dataclass

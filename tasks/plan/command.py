@@ -13,7 +13,6 @@ from .memory import OUTSIDE, Memory, Workload, host_bytes
 from .search import Plan, Search, search, smallest_cluster
 from .speed import Machine, StepTime
 from .table import aligned, choices
-from .task import task_of
 from .workload import make_workload
 
 HEADINGS = (
@@ -30,6 +29,7 @@ def run(options: PlanOptions, sources: dict[str, str]) -> int:
     device = GPUS[options.gpu].name
     memory = options.memory or GPUS[options.gpu].memory
     work = replace(make_workload(hf_config, load_config(folder), options), gpu_bytes=memory * GIB)
+    _check_task(options, work)
     _check_offload(options, work)
     machine = Machine.of(device, options.gpus_per_node)
     assert machine is not None
@@ -50,6 +50,19 @@ def run(options: PlanOptions, sources: dict[str, str]) -> int:
     if on_host := host_bytes(work, result.best.layout):
         print(f"It keeps {on_host / GIB:.1f} GiB of each GPU in host memory.")
     return 0
+
+
+def _check_task(options: PlanOptions, work: Workload) -> None:
+    """Raise ValueError for what is not planned of `megatron rlhf`."""
+    if options.rlhf_type is None:
+        return
+    flag = f"--rlhf_type {options.rlhf_type}"
+    if work.tower:
+        raise ValueError(f"{flag}: not planned with images. Set --image_share 0, which plans the language model alone")
+    if work.fp8 and work.task.reference != "none":
+        raise ValueError(f"{flag}: not planned in FP8 beside a reference model. Remove --fp8_format")
+    if work.depths:
+        raise ValueError(f"{flag} cannot be used with --mtp_num_layers. Remove one of them")
 
 
 def _check_offload(options: PlanOptions, work: Workload) -> None:
@@ -84,7 +97,7 @@ def _command(options: PlanOptions, work: Workload, plan: Plan) -> str:
     task, packs = "sft", f"--max_length {work.length} --global_batch_size {work.global_batch}"
     if options.rlhf_type:
         task = f"rlhf --rlhf_type {options.rlhf_type}" + ("" if options.beta is None else f" --beta {options.beta:g}")
-    if options.rlhf_type == "grpo":  # whose batch is of completions, and --max_length of prompts
+    if options.rlhf_type == "grpo":  # the batch counts completions, and --max_length is of prompts
         completions = work.global_batch * (work.length // work.document_length)
         packs = f"--packing_length {work.length} --max_length ... --global_batch_size {completions}"
     words = [
@@ -158,8 +171,9 @@ def _summary(options: PlanOptions, work: Workload, device: str, memory: float, q
     trained = trained if work.lora_rank is None else f"LoRA of rank {work.lora_rank}"
     count = work.parameters.total if work.tower else work.parameters.language
     size = f"{count / 1e9:.2f} billion parameters"
+    dtype = "FP8" if work.fp8 else "bf16"
     lines = [
-        f"{options.model}: {size}{of_experts}; training {trained} in {'FP8' if work.fp8 else 'bf16'}{_task(options)}",
+        f"{options.model}: {size}{of_experts}; training {trained} in {dtype}{_task(options, work)}",
         f"{plural(options.gpus, f'{device} GPU')} of {memory:g} GiB; steps of {plural(work.global_batch, 'pack')} of "
         f"{work.length:,} tokens, in documents of {work.document_length:,}",
     ]
@@ -174,12 +188,11 @@ def _summary(options: PlanOptions, work: Workload, device: str, memory: float, q
     return "\n".join([*lines, ""])
 
 
-def _task(options: PlanOptions) -> str:
+def _task(options: PlanOptions, work: Workload) -> str:
     """Return the words for a task of `megatron rlhf`."""
     if options.rlhf_type is None:
         return ""
-    task = task_of(options)
-    other = " beside a reference model" if task.reference == "kept" else ""
+    other = " beside a reference model" if work.task.reference == "kept" else ""
     generation = ", without generation" if options.rlhf_type == "grpo" else ""
     return f", for {options.rlhf_type}{other}{generation}"
 

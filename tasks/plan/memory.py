@@ -176,7 +176,7 @@ def memory_of_rank(work: Workload, layout: GpuLayout) -> Memory:
 
 
 def host_bytes(work: Workload, layout: GpuLayout) -> float:
-    """Return the bytes of host memory that a rank fills: its share of the optimizer's state, and activations."""
+    """Return the bytes of host memory that a rank fills: optimizer's state, activations and a reference model."""
     on_gpu = memory_of_rank(work, replace(layout, offloads=False)).optimizer
     state = on_gpu * work.offload_fraction * (work.optimizer_bytes - BYTES) / work.optimizer_bytes
     tokens = layout.micro_batch * work.length / layout.context
@@ -185,7 +185,8 @@ def host_bytes(work: Workload, layout: GpuLayout) -> float:
         tokens * layout.chunks_in_flight(stage, micro_batches) / layout.virtual * offloaded_bytes(work, layout, layers)
         for stage, layers in enumerate(layout.stages(work.config.num_layers))
     )
-    return (state if layout.offloads else 0.0) + activations
+    reference = memory_of_rank(work, layout).weights if work.task.reference == "offloaded" else 0.0
+    return (state if layout.offloads else 0.0) + activations + reference
 
 
 def kept_patches(work: Workload, layout: GpuLayout) -> int:

@@ -21,7 +21,7 @@ from .gpu_layout import GpuLayout, Recompute
 from .memory import OUTSIDE, Memory, Workload, kept_patches, memory_of_rank
 from .search import search, smallest_cluster
 from .speed import Machine, seconds_per_step
-from .task import MEASURED, PLANNED, WITH_TOWERS, TaskWork, unplanned_flags
+from .task import NEXT_TOKENS, PLANNED, TaskWork, unplanned_task_flags
 from .tower import IMAGE_SHARE, IMAGE_TOKENS
 from .workload import make_workload
 
@@ -139,9 +139,11 @@ def plan_run(
     if unplanned := next(_unplanned_flags(options), None):
         raise UnplannedRunError(unplanned)
     plan = _plan_model(options, world, images, gpu_bytes)
-    if plan.work.tower and type(options) not in WITH_TOWERS:
+    if type(options) in NEXT_TOKENS:
+        return plan
+    if plan.work.tower:
         raise UnplannedRunError(f"{task_flag(options)} with a vision tower")
-    return plan if type(options) in MEASURED else replace(plan, has_measured_activations=False)
+    return replace(plan, has_measured_activations=False)  # pairs share prompts, and packs of completions vary
 
 
 def _plan_model(options: SftOptions, world: int, images: Images, gpu_bytes: float | None) -> RunPlan:
@@ -167,11 +169,25 @@ def _plan_model(options: SftOptions, world: int, images: Images, gpu_bytes: floa
 
 
 def pack_length(options: SftOptions) -> int | None:
-    """Return the tokens of a pack, or of the longest sample (a pair is one); None if samples have no limit."""
-    length = (options.data.packing and options.data.packing_length) or options.data.max_length
-    if isinstance(options, GrpoOptions) and length and not options.data.packing:
-        return length + options.sampling.max_completion_length
-    return length
+    """Return the tokens of a pack, or of the longest sample, such as a pair; None if samples have no limit."""
+    data = options.data
+    if data.packing or data.max_length is None:
+        return (data.packing and data.packing_length) or data.max_length
+    if isinstance(options, GrpoOptions):
+        return data.max_length + options.sampling.max_completion_length
+    return data.max_length * TaskWork.of(options).documents
+
+
+def _packs_of_step(options: SftOptions) -> int:
+    """Return the samples of a step: packs, or in GRPO those that its completions fill if all are as long as can be.
+
+    These divide the completions, as the layout must.
+    """
+    size, data = options.training.global_batch_size, options.data
+    if not (isinstance(options, GrpoOptions) and data.packing and data.packing_length and data.max_length):
+        return size
+    per_pack = max(1, data.packing_length // (data.max_length + options.sampling.max_completion_length))
+    return next(packs for packs in range(-(-size // per_pack), size + 1) if size % packs == 0)
 
 
 def plan_options(options: SftOptions, world: int, images: Images = ASSUMED_IMAGES) -> PlanOptions:
@@ -180,7 +196,7 @@ def plan_options(options: SftOptions, world: int, images: Images = ASSUMED_IMAGE
         options.model or options.mcore_model or "",
         gpus=world,
         max_length=pack_length(options) or 1,
-        global_batch_size=options.training.global_batch_size,
+        global_batch_size=_packs_of_step(options),
         tuner_type="lora" if options.tuner.has_adapters else "full",
         mtp_num_layers=options.build.mtp_num_layers,
         lora_rank=options.lora.lora_rank,
@@ -236,7 +252,7 @@ def _unplanned_flags(options: SftOptions) -> Iterator[str]:
     """Yield the flags that change the size of the weights' states in ways that are not planned."""
     if type(options) not in PLANNED:
         yield task_flag(options)
-    yield from unplanned_flags(options)
+    yield from unplanned_task_flags(options)
     if options.adapters or options.mcore_adapter:
         yield "--adapters"
     if options.optimizer.optimizer != "adam":
@@ -260,8 +276,11 @@ def _unplanned_tower(options: SftOptions, hf_config: HfConfig) -> str | None:
     family = family_of(hf_config)
     if options.vision.language_model_only or not family.has_tower(hf_config):
         return None
-    if family.describe(hf_config, vision=True).audio:
+    architecture = family.describe(hf_config, vision=True)
+    if architecture.audio:
         return "an audio tower"
+    if architecture.vision and architecture.vision.clips and not options.vision.freeze_vit:
+        return "--freeze_vit false with a tower that clips"
     flags = [f"--{name}" for name in _changed(options.vision) if name not in TOWER_FLAGS]
     if options.tuner.has_adapters and not (options.vision.freeze_vit and options.vision.freeze_aligner):
         flags.append("adapters of a vision tower")

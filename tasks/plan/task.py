@@ -21,13 +21,13 @@ from ..options import (
     SimpoOptions,
 )
 from ..options.groups import PrecomputeOptions, ReferenceOptions
+from ..options.rollout import engine_kind
 from .parameters import ModelParameters, Parameters
 
-WITH_TOWERS = PtOptions, CausalLmOptions  # tasks that are planned on images too
-MEASURED = *WITH_TOWERS, GrpoOptions  # tasks with packs whose memory was measured (docs/plan.md)
+NEXT_TOKENS = PtOptions, CausalLmOptions  # tasks that are planned on images too, and by measured activations
 RLHF = DpoOptions, OrpoOptions, CpoOptions, SimpoOptions, KtoOptions, RmOptions, GrpoOptions
-PLANNED = *WITH_TOWERS, SeqClsOptions, RerankerOptions, *RLHF
-OF_TYPE = {task.__dataclass_fields__["rlhf_type"].default: task for task in RLHF}
+PLANNED = *NEXT_TOKENS, SeqClsOptions, RerankerOptions, *RLHF
+OPTIONS_BY_TYPE = {task.__dataclass_fields__["rlhf_type"].default: task for task in RLHF}
 PLANNED_REFERENCE = "offload_ref_model", "precompute_ref_log_probs"
 
 
@@ -41,7 +41,8 @@ class TaskWork:
 
     reference: Literal["none", "kept", "offloaded"] = "none"
     forwards: int = 0
-    outputs: int | None = None  # of a score head in place of the output layer
+    outputs: int | None = None  # size of a score head in place of the output layer
+    documents: int = 1  # the number in a sample that is not packed
 
     @classmethod
     def of(cls, options: SftOptions) -> "TaskWork":
@@ -54,14 +55,14 @@ class TaskWork:
             forwards = 0  # it is released before gradients and the optimizer's state exist
         elif reference.offload_ref_model:
             place = "offloaded"
-        if not forwards or options.tuner.has_adapters:
-            place = "none"  # with adapters the reference is the model without them
+        if not forwards or (options.tuner.has_adapters and not (reference and reference.is_separate)):
+            place = "none"  # otherwise adapters are switched off
         if isinstance(options, KtoOptions) and options.loss_type == "kto":
             forwards = 2 * forwards + 1  # mismatched answers too, by the reference and by the model
         outputs = 1 if options.scores_documents else None
         if isinstance(options, SeqClsOptions):
             outputs = options.num_labels or 1  # those of a checkpoint's head are as small
-        return cls(place, forwards, outputs)
+        return cls(place, forwards, outputs, 2 if options.stage == "preference" else 1)
 
     def of_parameters(self, parameters: ModelParameters, hidden_size: int) -> ModelParameters:
         """Return the parameters of a model of the task, of a language model's."""
@@ -81,27 +82,31 @@ def task_of(plan: PlanOptions) -> TaskWork:
     if plan.rlhf_type is None:
         return SFT
     flags = {} if plan.beta is None else {"beta": plan.beta}
-    options = compose(OF_TYPE[plan.rlhf_type], tuner_type=plan.tuner_type, **flags)
+    options = compose(OPTIONS_BY_TYPE[plan.rlhf_type], tuner_type=plan.tuner_type, **flags)
     return TaskWork.of(options)
 
 
-def unplanned_flags(options: SftOptions) -> Iterator[str]:
+def unplanned_task_flags(options: SftOptions) -> Iterator[str]:
     """Yield the flags of a task by which further models take memory that is not planned."""
     if isinstance(options, GrpoOptions):
-        engine, teacher = options.engine, options.teacher
-        if teacher.teacher_model or teacher.mcore_teacher_model:
+        if options.teacher.teacher_model or options.teacher.mcore_teacher_model:
             yield "--teacher_model"
-        if engine.use_vllm is False:
-            yield "--use_vllm false"
-        has_servers = engine.vllm_server_host or engine.vllm_server_base_url or engine.rollout_num_gpus
-        if engine.sleep_level == 0 and engine.vllm_mode != "server" and not has_servers:
+        kind = engine_kind(options.engine)
+        if kind == "transformers":
+            yield "generation by transformers (--use_vllm false)"
+        if kind == "vllm" and options.engine.sleep_level == 0:
             yield "--sleep_level 0"
-    task, reference = TaskWork.of(options), getattr(options, "reference", None)
-    if not task.forwards or reference is None:
+    if isinstance(options, RerankerOptions) and not options.data.packing:
+        yield f"--task_type {options.task_type} without --packing true"  # the data has the number of documents
+    reference: ReferenceOptions | None = getattr(options, "reference", None)
+    if reference is None or getattr(options, "reference_free", False) or not getattr(options, "beta", True):
         return
     default, trained = type(reference)(), {"ref_model": options.model, "mcore_ref_model": options.mcore_model}
     for name, value in vars(reference).items():
         if value != getattr(default, name) and name not in PLANNED_REFERENCE and value != trained.get(name):
             yield f"--{name}"
-    if task.reference != "none" and options.build.fp8_format:
+    is_precomputed = isinstance(reference, PrecomputeOptions) and reference.precompute_ref_log_probs
+    if is_precomputed and reference.is_separate and options.tuner.has_adapters:
+        yield "--precompute_ref_log_probs with adapters beside a reference model"
+    if TaskWork.of(options).reference != "none" and options.build.fp8_format:
         yield "--fp8_format beside a reference model"

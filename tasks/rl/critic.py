@@ -26,8 +26,8 @@ from ..distributed.collectives import run_on_all_ranks
 from ..losses.value import value_losses
 from ..observability.flops import Flops
 from ..options import PpoOptions
+from ..options.rollout import engine_kind
 from ..reference.frozen_model import builds_tower, forward_only, open_source
-from ..rollout.factory import engine_kind
 from ..run.context import Run, episode_plan
 from ..run.load_weights import read_weights
 from ..run.roles import Role

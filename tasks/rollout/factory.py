@@ -1,6 +1,5 @@
 """Rollout engines of a run: their choice, construction and weight updates."""
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from ...bridge.checkpoint.stream import stream_adapter, stream_weights
 from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
 from ..distributed.collectives import rank0_only, run_on_all_ranks
-from ..options.rollout import EngineOptions
+from ..options.rollout import EngineOptions, engine_kind
 from ..run.context import Run, has_videos, most_media
 from ..system.memory import used_gib
 from ..train.offload import HostBuffer, TrainerOffload, free_memory
@@ -140,15 +139,6 @@ def adapter_rank(model: Model, options: EngineOptions) -> int:
     if feature := unsupported_by_vllm(model.lora.settings, model.lora.plan):
         raise ValueError(f"--vllm_enable_lora true: vLLM does not support {feature}. Remove the flag")
     return model.lora.settings.rank
-
-
-def engine_kind(options: EngineOptions) -> str:
-    """Return server, vllm or transformers."""
-    if options.vllm_mode == "server" or options.vllm_server_host or options.vllm_server_base_url:
-        return "server"
-    is_installed = importlib.util.find_spec("vllm") is not None
-    uses_vllm = is_installed if options.use_vllm is None else options.use_vllm
-    return "vllm" if uses_vllm or options.vllm_mode == "colocate" else "transformers"
 
 
 def check_media(run: Run, options: EngineOptions) -> None:

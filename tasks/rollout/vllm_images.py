@@ -130,9 +130,10 @@ def takes_videos(vision: VisionProcessor) -> bool:
 
 
 def takes_images(model_type: str) -> bool:
-    """Return whether vLLM takes images of a model as training does: those whose tokens attend from left to right.
+    """Return whether vLLM takes images of a family as training does: those whose tokens attend from left to right.
 
-    vLLM's build for CPUs has no other attention, and that of its GPU kernels is untested.
+    vLLM's build for CPUs has no other attention, and that of its GPU kernels is untested. Gemma 4 E2B and E4B, whose
+    tokens attend from left to right, are untested too.
     """
     family = FAMILIES.get(model_type)
     return family is None or not family.has_blocks
@@ -162,10 +163,7 @@ def check_model(flag: str, config: HfConfig, *, has_images: bool = False, trusts
             "transformers."
         )
     if has_images and not takes_images(model_type):
-        raise ValueError(
-            f"{flag}: vLLM does not take the images of {model_type} in this version: they attend in both directions, "
-            "which it computes on some GPUs alone. Use transformers."
-        )
+        raise ValueError(f"{flag}: vLLM does not take the images of {model_type} in this version. Use transformers.")
 
 
 def _check_model_on_cpu(flag: str, config: HfConfig) -> None:

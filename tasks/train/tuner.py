@@ -42,7 +42,7 @@ def choose_trained(model: Model, run: Run) -> list[str]:
             )
         )
         reference = group_of(options, ReferenceOptions)
-        if model.lora and reference and not has_separate_reference(reference):
+        if model.lora and reference and not reference.is_separate:
             model.lora.switch = AdapterSwitch(model.parts)
         _read_adapter(model, run)
     else:
@@ -57,11 +57,6 @@ def choose_trained(model: Model, run: Run) -> list[str]:
             f"no adapters: {abridge(model.lora.plan.skipped_modules)}, which take none in this version (docs/lora.md)"
         )
     return lines
-
-
-def has_separate_reference(options: ReferenceOptions) -> bool:
-    """Return whether the reference is a separate model, not the trained model without its adapters."""
-    return bool(options.ref_model or options.mcore_ref_model or options.ref_adapters)
 
 
 def _settings(run: Run, model: Model) -> LoraSettings:

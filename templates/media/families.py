@@ -225,9 +225,11 @@ FAMILIES = {
 def vision_family(config: Mapping[str, Any]) -> VisionFamily:
     """Return the family of a model with a tower. config: its config.json. Raises KeyError for an unknown model_type."""
     family = FAMILIES[config["model_type"]]
+    if not family.processor.startswith("gemma4"):
+        return family
+    default = "vision" if family.processor == "gemma4_unified" else None
     text = config.get("text_config") or {}
-    has_blocks = family.has_blocks and (family is not GEMMA4 or text.get("use_bidirectional_attention") == "vision")
-    return replace(family, has_blocks=has_blocks)
+    return replace(family, has_blocks=text.get("use_bidirectional_attention", default) == "vision")
 
 
 TOWER_SETTINGS = "patch_size", "spatial_merge_size", "merge_kernel_size", "temporal_patch_size", "tokens_per_second"
@@ -245,8 +247,10 @@ def differing_setting(config: Mapping[str, Any], other: Mapping[str, Any]) -> st
 
     config, other: config.json of models with a vision or audio tower
     """
-    if vision_family(config) != vision_family(other):
+    if FAMILIES[config["model_type"]] != FAMILIES[other["model_type"]]:
         return "model_type"
+    if vision_family(config).has_blocks != vision_family(other).has_blocks:
+        return "use_bidirectional_attention"
     pairs = {name: (config.get(name), other.get(name)) for name in TOKEN_SETTINGS}
     for tower, names in (("vision_config", TOWER_SETTINGS), ("audio_config", AUDIO_SETTINGS)):
         settings, other_settings = config.get(tower) or {}, other.get(tower) or {}

@@ -170,6 +170,8 @@ def test_the_share_of_vllm_in_the_processes(model, tmp_path, capsys, monkeypatch
     code, said = dry(capsys, f"{words} --vllm_mode colocate", vllm=True)
     assert code == 0, said
     assert re.search(r"memory +\d.* tokens, in training: weights", said), said
-    assert re.search(r"generation +by vLLM with 0\.\d\d of the GPU, (by turns with|beside) training, by the plan", said)
+    assert re.search(
+        r"generation +by vLLM with 0\.\d\d of the GPU, (by turns with|beside) training, by the plan, on NVIDIA", said
+    )
     assert "  generation " not in dry(capsys, f"{words} --vllm_mode colocate --sleep_level 0", vllm=True)[1]
     assert "  generation " not in dry(capsys, words)[1]

@@ -2,18 +2,22 @@
 
 import json
 import shlex
+from functools import partial
 
 import pytest
 import torch
 from megaswift.cli.main import main, read_options
-from megaswift.tasks.plan.memory import OUTSIDE
+from megaswift.tasks.plan.memory import OUTSIDE, host_bytes
 from megaswift.tasks.plan.run_plan import TEXT, Gpu, UnplannedRunError, check_fits, plan_run, time_line
 from megaswift.tasks.plan.task import TaskWork
 from megaswift.tasks.rollout.memory_budget import planned_engine_memory
 
 GIB = 2**30
 H200 = 139.7 * GIB
-DPO, GRPO = "--rlhf_type dpo", "--rlhf_type grpo --reward_funcs accuracy"
+DPO, GRPO = "--rlhf_type dpo", "--rlhf_type grpo --reward_funcs accuracy --use_vllm true"
+
+
+PAIRS = partial(TaskWork, documents=2)
 
 
 @pytest.fixture
@@ -34,18 +38,19 @@ def options_of(rows, tmp_path):
     ("flags", "work"),
     [
         ("", TaskWork()),
-        (DPO, TaskWork("kept", 1)),
-        (f"{DPO} --ref_model MODEL", TaskWork("kept", 1)),
-        (f"{DPO} --offload_ref_model true", TaskWork("offloaded", 1)),
-        (f"{DPO} --precompute_ref_log_probs true", TaskWork()),
-        (f"{DPO} --reference_free true", TaskWork()),
-        (f"{DPO} --tuner_type lora", TaskWork("none", 1)),
-        ("--rlhf_type orpo", TaskWork()),
-        ("--rlhf_type simpo", TaskWork()),
+        (DPO, PAIRS("kept", 1)),
+        (f"{DPO} --ref_model MODEL", PAIRS("kept", 1)),
+        (f"{DPO} --offload_ref_model true", PAIRS("offloaded", 1)),
+        (f"{DPO} --precompute_ref_log_probs true", PAIRS()),
+        (f"{DPO} --reference_free true", PAIRS()),
+        (f"{DPO} --tuner_type lora", PAIRS("none", 1)),
+        (f"{DPO} --tuner_type lora --ref_model MODEL", PAIRS("kept", 1)),
+        ("--rlhf_type orpo", PAIRS()),
+        ("--rlhf_type simpo", PAIRS()),
         ("--rlhf_type kto", TaskWork("kept", 3)),
         ("--rlhf_type kto --loss_type apo_zero_unpaired", TaskWork("kept", 1)),
         ("--rlhf_type kto --precompute_ref_log_probs true", TaskWork("none", 1)),
-        ("--rlhf_type rm", TaskWork(outputs=1)),
+        ("--rlhf_type rm", PAIRS(outputs=1)),
         ("--task_type reranker", TaskWork(outputs=1)),
         ("--task_type seq_cls --num_labels 7", TaskWork(outputs=7)),
         (GRPO, TaskWork("kept", 1)),
@@ -98,7 +103,15 @@ def test_completions_come_behind_prompts(options_of) -> None:
     lengths = "--packing false --max_completion_length 1000"
     assert plan_run(options_of(f"{GRPO} {lengths}"), 1).work.length == 5096
     assert plan_run(options_of(GRPO), 1).work.length == 8192
-    assert plan_run(options_of(f"{DPO} --packing false"), 1).work.length == 4096  # of both answers
+    assert plan_run(options_of(f"{DPO} --packing false"), 1).work.length == 8192  # each answer has up to --max_length
+    assert plan_run(options_of("--rlhf_type kto --packing false"), 1).work.length == 4096
+
+
+def test_completions_fill_packs(options_of) -> None:
+    """As many as there are if all are as long as can be, in a number that divides them."""
+    lengths = "--max_length 512 --max_completion_length 512 --global_batch_size 24"
+    packs = {length: plan_run(options_of(f"{GRPO} {lengths} --packing_length {length}"), 1) for length in (1024, 5120)}
+    assert [plan.work.global_batch for plan in packs.values()] == [24, 6]  # five hold the 24
 
 
 @pytest.mark.parametrize(
@@ -112,7 +125,14 @@ def test_completions_come_behind_prompts(options_of) -> None:
         (f"{DPO} --fp8_format hybrid --fp8_recipe tensorwise", "--fp8_format beside a reference model"),
         (f"{GRPO} --ref_tensor_model_parallel_size 2", "--ref_tensor_model_parallel_size"),
         (f"{GRPO} --teacher_model x", "--teacher_model"),
-        (f"{GRPO} --use_vllm false", "--use_vllm false"),
+        (f"{GRPO} --use_vllm false", "generation by transformers (--use_vllm false)"),
+        ("--rlhf_type grpo --reward_funcs accuracy", "generation by transformers (--use_vllm false)"),  # it is not here
+        ("--task_type reranker --packing false", "--task_type reranker without --packing true"),
+        (f"{DPO} --ref_model x --precompute_ref_log_probs true", "--ref_model"),
+        (
+            f"{DPO} --ref_model MODEL --precompute_ref_log_probs true --tuner_type lora",
+            "--precompute_ref_log_probs with adapters beside a reference model",
+        ),
         (f"{GRPO} --vllm_mode colocate --sleep_level 0", "--sleep_level 0"),
         (f"{DPO} --optimizer sgd", "--optimizer sgd"),
     ],
@@ -127,6 +147,17 @@ def test_images_are_not_planned(options_of) -> None:
     with pytest.raises(UnplannedRunError, match="--rlhf_type dpo with a vision tower"):
         plan_run(options_of(DPO, "vl-4b"), 1)
     assert plan_run(options_of(f"{DPO} --language_model_only true", "vl-4b"), 1).work.tower is None
+
+
+def test_servers_generate_elsewhere(options_of) -> None:
+    options = options_of("--rlhf_type grpo --reward_funcs accuracy --vllm_mode server --sleep_level 0")
+    assert plan_run(options, 1).memory == plan_run(options_of(GRPO), 1).memory
+
+
+def test_an_offloaded_reference_is_on_the_host(options_of) -> None:
+    plans = [plan_run(options_of(f"{DPO} {flags}"), 1) for flags in ("", "--offload_ref_model true")]
+    kept, offloaded = (host_bytes(plan.work, plan.layout) for plan in plans)
+    assert offloaded - kept == plans[1].memory.weights
 
 
 def test_a_run_that_cannot_fit_beside_its_reference(options_of) -> None:
@@ -168,14 +199,23 @@ def test_the_command_of_megatron_plan(flags, rows, tmp_path, capsys) -> None:
     printed = capsys.readouterr().out
     assert (" beside a reference model" in printed) == (flags in ("dpo", "kto", "grpo --document_length 1024"))
     command = printed.splitlines()[-1].replace("--max_length ...", "--max_length 1024").split()
-    options = read_options("megatron", command[2:])[0]
+    vllm = ["--use_vllm", "true"] if flags.startswith("grpo") else []
+    options = read_options("megatron", command[2:] + vllm)[0]
     assert options.rlhf_type == flags.split()[0]
     assert options.training.global_batch_size == (64 if "document_length" in flags else 16)
     memory = plan_run(options, 2).memory.total / GIB
     assert f" {memory:.1f} " in printed
 
 
-def test_a_flag_that_the_task_lacks(rows, tmp_path, capsys) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(rows.ROWS["4b"].config))
-    assert main("megatron", ["plan", "--model", str(tmp_path), "--rlhf_type", "dpo", "--beta", "0"]) == 1
-    assert "error: --beta: planned for --rlhf_type grpo alone." in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("row", "flags", "error"),
+    [
+        ("4b", "--beta 0", "--beta: planned for --rlhf_type grpo alone."),
+        ("4b", "--fp8_format hybrid", "--rlhf_type dpo: not planned in FP8 beside a reference model."),
+        ("vl-4b", "", "--rlhf_type dpo: not planned with images. Set --image_share 0"),
+    ],
+)
+def test_what_megatron_plan_refuses(row, flags, error, rows, tmp_path, capsys) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(rows.ROWS[row].config))
+    assert main("megatron", ["plan", "--model", str(tmp_path), "--rlhf_type", "dpo", *flags.split()]) == 1
+    assert f"error: {error}" in capsys.readouterr().err
