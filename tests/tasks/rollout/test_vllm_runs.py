@@ -121,5 +121,5 @@ def test_granite_4_without_mamba(folder) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     steps = [row for row in numbers(folder, "hybrid") if "weight_sync/gb" in row]
     assert len(steps) == 3
-    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 1e-4
+    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 3e-4
     assert steps[-1]["grad_norm"] != pytest.approx(steps[0]["grad_norm"], rel=0.01)  # of weights that have moved

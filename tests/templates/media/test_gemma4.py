@@ -14,6 +14,7 @@ import trl
 from megaswift.bridge.checkpoint.pretrained import load_tokenizer
 from megaswift.templates.formats.medium import Medium
 from megaswift.templates.formats.schemas import UnusableRow
+from megaswift.templates.media.families import differing_setting, vision_family
 from megaswift.templates.media.image_rules import SOFT_TOKENS, BudgetImages
 from megaswift.templates.media.processor import VisionProcessor
 from megaswift.templates.options import PrepareOptions
@@ -183,3 +184,25 @@ def test_files_of_other_settings(checkpoint, tmp_path: Path, name: str, value: f
     file.write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=said):
         VisionProcessor.open(folder, load_tokenizer(folder), PrepareOptions())
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "has_blocks"),
+    [
+        ("gemma4", "vision", True),
+        ("gemma4", None, False),
+        ("gemma4", ..., False),
+        ("gemma4_unified", "vision", True),
+        ("gemma4_unified", None, False),
+        ("gemma4_unified", ..., True),
+        ("gemma3", ..., True),
+    ],
+)
+def test_images_attend_in_both_directions_where_the_config_says_so(kind: str, value, has_blocks: bool) -> None:
+    """Without the key as by transformers' default."""
+    text = {} if value is ... else {"use_bidirectional_attention": value}
+    config = {"model_type": kind, "text_config": text}
+    assert vision_family(config).has_blocks == has_blocks
+    other = {"model_type": kind, "text_config": {"use_bidirectional_attention": None if has_blocks else "vision"}}
+    differs = None if kind == "gemma3" else "use_bidirectional_attention"
+    assert differing_setting(config, other) == differs
