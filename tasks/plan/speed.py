@@ -307,13 +307,8 @@ def _context_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> flo
     """Return the seconds of keys and values, forward and backward: in a ring half of them are hidden."""
     if layout.context == 1:
         return 0.0
-    moved = (
-        (3 + work.task.forwards)
-        * key_values(work.config)
-        / work.config.hidden_size
-        * _hidden_bytes(work, layout)
-        / layout.tensor
-    )
+    passes = 3 + work.task.forwards
+    moved = passes * key_values(work.config) / work.config.hidden_size * _hidden_bytes(work, layout) / layout.tensor
     is_near = layout.tensor * layout.context <= machine.per_node
     exposed = 1.0 if work.gathers_keys else 0.5
     return exposed * moved * (layout.context - 1) / (GATHERING * machine.link if is_near else NETWORK)
