@@ -46,7 +46,7 @@ def test_what_vllm_takes(monkeypatch: pytest.MonkeyPatch, model_type: str, has_v
             use_vllm=use_vllm,
             vllm_engine_kwargs={},
         )
-        monkeypatch.setattr(factory.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
         if said and use_vllm:
             with pytest.raises(ValueError, match=said):
                 factory.check_media(run, options)
