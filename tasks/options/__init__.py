@@ -20,26 +20,28 @@ from ...bridge.options import (
 from ...templates.formats.schemas import Stage
 from ...templates.options import MediaOptions, PrepareOptions
 from .advantages import AdvantageOptions
+from .further_models import (
+    CriticOptions,
+    DistillationOptions,
+    PrecomputeOptions,
+    RolloutReferenceOptions,
+    TeacherOptions,
+)
+from .further_models import ReferenceOptions as ReferenceOptions  # the base of several groups
 from .groups import (
     CheckpointOptions,
     CompletionOptions,
     ConversionOptions,
-    CriticOptions,
-    DistillationOptions,
     GenerationOptions,
     LoggingOptions,
     OptimizerOptions,
-    PrecomputeOptions,
     ProfileOptions,
     ResumeOptions,
-    RolloutReferenceOptions,
     SamplingOptions,
     ScheduleOptions,
-    TeacherOptions,
     TokenLossOptions,
     TrainingOptions,
 )
-from .groups import ReferenceOptions as ReferenceOptions  # the base of several groups
 from .multi_turn import TurnOptions
 from .plan import PlanOptions as PlanOptions  # the option class of `megatron plan`
 from .plugins import PluginOptions

@@ -1,4 +1,4 @@
-"""What a task adds to the training of a model: a reference model, forward passes without gradients, a score head."""
+"""Work of a task beside training the model: a reference model, forward passes without gradients, a score head."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from ..options import (
     SftOptions,
     SimpoOptions,
 )
-from ..options.groups import PrecomputeOptions, ReferenceOptions
+from ..options.further_models import PrecomputeOptions, ReferenceOptions
 from ..options.rollout import engine_kind
 from .parameters import ModelParameters, Parameters
 
@@ -33,7 +33,7 @@ PLANNED_REFERENCE = "offload_ref_model", "precompute_ref_log_probs"
 
 @dataclass(frozen=True)
 class TaskWork:
-    """What a task adds to a step.
+    """Work of a task in a step, beside training the model.
 
     reference: where the weights of a second model are during training
     forwards: forward passes over a micro batch beside the one of training

@@ -26,7 +26,7 @@ from ...templates.batching.collator import Batch
 from ...templates.batching.dataloader import Batches
 from ...templates.batching.episode_batches import Sequences
 from ..observability.flops import Flops
-from ..options.groups import PrecomputeOptions, ReferenceOptions
+from ..options.further_models import PrecomputeOptions, ReferenceOptions
 from ..run.context import Run
 from ..run.roles import Role
 from ..train.media_features import share_features, shared_encoder

@@ -15,7 +15,7 @@ from ...bridge.mapping.local_params import collect_params, iter_params
 from ...bridge.mapping.param_mapping import ParamKey
 from ...bridge.model.model import Model
 from ..distributed.collectives import run_on_all_ranks
-from ..options.groups import ReferenceOptions
+from ..options.further_models import ReferenceOptions
 from .step import TrainState
 
 REFERENCE = "reference"  # the folder in a checkpoint's training state

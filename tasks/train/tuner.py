@@ -16,7 +16,7 @@ from ...bridge.model.trainable import count_parameters, freeze, freeze_output, t
 from ...bridge.option_groups import group_of
 from ..distributed.collectives import broadcast_from_rank0, run_on_all_ranks
 from ..options import EmbeddingOptions
-from ..options.groups import ReferenceOptions
+from ..options.further_models import ReferenceOptions
 from ..run.context import Run
 from ..system.atomic_dir import WEIGHTS, read_manifest, verify_files
 
