@@ -1,4 +1,4 @@
-"""Rows of models with linear or latent attention, at their published sizes, with as many layers as one GPU trains."""
+"""Rows of models with linear, latent or wide attention, at published sizes, with as many layers as one GPU trains."""
 
 # pyright: reportMissingImports=false
 
@@ -102,9 +102,57 @@ KIMI_LINEAR: dict[str, Any] = (
         "model_max_length": 1_048_576,
     }
 )
+GEMMA4: dict[str, Any] = BFLOAT16 | {
+    "model_type": "gemma4_text",
+    "architectures": ["Gemma4ForCausalLM"],
+    "vocab_size": 262_144,
+    "vocab_size_per_layer_input": 262_144,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_bias": False,
+    "final_logit_softcapping": 30.0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+    "max_position_embeddings": 262_144,
+    "tie_word_embeddings": True,
+}
+GEMMA4_26B = GEMMA4 | {  # the text model of Gemma 4 26B-A4B
+    "hidden_size": 2816,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
+GEMMA4_E2B = GEMMA4 | {  # the text model of Gemma 4 E2B, whole
+    "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+    "sliding_window": 512,
+}
 LAYOUT = BF16_MOMENTS  # so that Kimi-Linear's fit one H200
 HYBRIDS = {
     "qwen3.6-moe-4": Row("Qwen3.6-35B-A3B, 4 layers", QWEN36_MOE, 2, 16, layout=LAYOUT),
     "glm-4.7-flash-4": Row("GLM-4.7-Flash, 4 layers", GLM47_FLASH, 2, 16, layout=LAYOUT),
+    "gemma-4-26b-6": Row("Gemma 4 26B-A4B, 6 layers", GEMMA4_26B, 2, 16, layout=LAYOUT),
+    "gemma-4-e2b": Row("Gemma 4 E2B", GEMMA4_E2B, 2, 16, layout=LAYOUT),
     "kimi-linear-4": Row("Kimi-Linear-48B-A3B, 4 layers", KIMI_LINEAR, 2, 16, layout=LAYOUT),
 }

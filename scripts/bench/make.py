@@ -227,6 +227,8 @@ def saved_shapes(config: dict[str, Any]) -> dict[str, Shape]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     tensors = revert_weight_conversion(model, model.state_dict())
+    if config["tie_word_embeddings"]:
+        tensors.pop("lm_head.weight")
     names = {name: name for name in tensors}
     if config["model_type"] == "kimi_linear":  # transformers saves the dense layer's MLP by the name of experts
         names = {name: re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name) for name in tensors}
@@ -310,13 +312,13 @@ def text_shapes(config: dict[str, Any]) -> dict[str, Shape]:
 
 
 def initial_value(name: str, model_type: str) -> float:
-    """Return the value of a norm, a bias, or a decay of linear attention: A_log and its dt_bias."""
+    """Return the value of a norm, a scale, a bias, or a decay of linear attention: A_log and its dt_bias."""
     if model_type == "qwen3_5_moe_text":
         if name.endswith(("A_log", "dt_bias")):
             return 1.0
         if name.endswith("norm.weight") and "linear_attn" not in name:
             return 0.0  # the model adds one
-    return float(name.endswith("weight"))
+    return float(name.endswith(("weight", "scale", "scalar")))
 
 
 def write_weights(folder: Path, config: dict[str, Any]) -> None:

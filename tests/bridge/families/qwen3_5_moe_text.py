@@ -20,10 +20,11 @@ def config(**changes):
     return Qwen3_5MoeTextConfig(**shared | DELTA | moe | changes)
 
 
-def seeing():
+def seeing(vision: dict[str, Any] = VISION, **changes):
     from transformers import Qwen3_5MoeConfig
 
-    return Qwen3_5MoeConfig(text_config=config(rope_parameters=MROPE).to_dict(), vision_config=VISION)
+    text = config(**{"rope_parameters": MROPE} | changes)
+    return Qwen3_5MoeConfig(text_config=text.to_dict(), vision_config=vision)
 
 
 def _model(config):
@@ -33,7 +34,8 @@ def _model(config):
     return Qwen3_5MoeForConditionalGeneration(config)
 
 
-def _stacked(tensors: Tensors) -> Tensors:
+def stacked(tensors: Tensors) -> Tensors:
+    """Files as on the hub, without the vision tower."""
     import torch
 
     found = {name: tensor for name, tensor in unseen(tensors).items() if ".experts." not in name}
@@ -55,7 +57,7 @@ TINY = {
         means=MEANS,
         stds=STDS,
         fp32=FP32,
-        files=_stacked,
+        files=stacked,
         extra=carried,
         model=_model,
     ),

@@ -42,6 +42,8 @@ WHERE = {  # all with rank 3
     "all biases": (*EVERY, "bf16 TE recompute", *TWO),
     "experts": (*EVERY, "bf16 beside fp32", "bf16 TE recompute", *SPREAD),
     "experts and routers": (*EVERY, "bf16 recompute", *SPREAD),
+    "stacked experts": (*EVERY, "bf16 recompute", *SPREAD),
+    "stacked experts and MLPs": (*EVERY, *SPREAD),
 }
 TRAINED = [(case, layout) for case, layouts in WHERE.items() for layout in layouts]
 FP8 = [(case, "FP8 TE") for case in ("qwen3", "DoRA")]

@@ -28,7 +28,7 @@ def main(jobs: dict) -> None:
     answers = []
     for given in jobs["models"]:
         options = InferOptions(
-            **given, infer_backend="vllm", torch_dtype="float32", temperature=0.0, vllm_max_model_len=128,
+            **{"torch_dtype": "float32"} | given, infer_backend="vllm", temperature=0.0, vllm_max_model_len=128,
             vllm_enforce_eager=True, max_new_tokens=jobs["new_tokens"],
         )  # fmt: skip
         engine = infer.VllmChat(Path(options.model), infer.checked_adapter(options), options)
