@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,10 +79,11 @@ def random_model(tiny: Tiny, seed: int) -> Any:
 
     config = tiny.config()
     config._attn_implementation = "eager"
-    if tiny.model:
-        model = tiny.model(config).float()
-    else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with _without_fla():
+        if tiny.model:
+            model = tiny.model(config).float()
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     noise = _noise(seed)
     means = {**tiny.means, r"norm\.weight$": 1.0, "": 0.0}
     stds = {**tiny.stds, "": 0.2}
@@ -90,6 +92,19 @@ def random_model(tiny: Tiny, seed: int) -> Any:
             mean, std = (next(v for pattern, v in rules.items() if re.search(pattern, name)) for rules in (means, stds))
             tensor.copy_(mean + noise(*tensor.shape) * (std / 0.2))
     return model.eval()
+
+
+@contextmanager
+def _without_fla() -> Iterator[None]:
+    """Models of transformers that are imported within compute linear attention in torch: fla's kernels are for GPUs."""
+    fla = sys.modules.get("fla")
+    sys.modules["fla"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        del sys.modules["fla"]
+        if fla is not None:
+            sys.modules["fla"] = fla
 
 
 def _noise(seed: int) -> Callable[..., Tensor]:

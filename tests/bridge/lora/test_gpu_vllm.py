@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import tiny
 from tests.bridge.families import Tensors, Tiny, gpt_oss, qwen3_5_moe_text
 from tests.bridge.families.test_families import one_process  # noqa: F401  (a fixture)
 from tests.prepared import ROOT
@@ -23,6 +24,7 @@ from tests.prepared import ROOT
 NEW_TOKENS, RANK = 16, 8
 SMALLEST_GAP = 0.02  # of the two best logits, relative to their spread: rounding to fp16 moves them by about 0.002
 SHAPE = {"hidden_size": 256, "head_dim": 64}  # vLLM's attention on GPUs takes few sizes of heads
+ROUTING = {"num_experts_per_tok": 8}  # of 8: else rounding would send some tokens to other experts
 ROPE = {
     "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25,
     "mrope_section": [4, 2, 2], "mrope_interleaved": True,
@@ -35,7 +37,7 @@ TOWER = {
     "depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "out_hidden_size": 256, "patch_size": 16,
 }  # fmt: skip
 # Processes of images are not started for a model that sees none.
-NO_MEDIA = {"vllm_limit_mm_per_prompt": {"image": 0, "video": 0}}
+NO_MEDIA: dict[str, Any] = {"vllm_limit_mm_per_prompt": {"image": 0, "video": 0}}
 pytestmark = pytest.mark.gpu
 
 
@@ -50,18 +52,23 @@ def add_processor(folder: Path) -> None:
     qwen3_processor().save_pretrained(folder)
 
 
-GPT_OSS = replace(gpt_oss.TINY[""], config=partial(gpt_oss.config, **SHAPE, intermediate_size=128))
+GPT_OSS = replace(gpt_oss.TINY[""], config=partial(gpt_oss.config, **SHAPE | ROUTING, intermediate_size=128))
 QWEN3_5_MOE = replace(
     qwen3_5_moe_text.TINY["within"],
-    config=partial(qwen3_5_moe_text.seeing, TOWER, **SHAPE | DELTA),
+    config=partial(qwen3_5_moe_text.seeing, TOWER, **SHAPE | ROUTING | DELTA),
     files=with_tower,
     extra=None,
 )
 # The tiny model, the seed of its weights, further files, and options of `swift infer`. The seeds are the first whose
 # tokens are nowhere near a tie.
 MODELS: dict[str, tuple[Tiny, int, Callable[[Path], None], dict[str, Any]]] = {
-    "gpt_oss": (GPT_OSS, 2, lambda folder: None, {}),
-    "qwen3_5_moe": (QWEN3_5_MOE, 16, add_processor, NO_MEDIA),
+    "gpt_oss": (GPT_OSS, 10, tiny.save_tokenizer, {"vllm_engine_kwargs": {"attention_backend": "TRITON_ATTN"}}),
+    "qwen3_5_moe": (
+        QWEN3_5_MOE,
+        5,
+        add_processor,
+        NO_MEDIA | {"vllm_engine_kwargs": {"gdn_prefill_backend": "triton"}},
+    ),
 }
 
 
@@ -70,11 +77,11 @@ def answers(tmp_path, one_process) -> Callable[[str], tuple[list, list, list, li
     """A function of a model's name: tokens of PEFT, of vLLM with the adapter and merged, of the model without."""
 
     def answer(name: str) -> tuple[list, list, list, list]:
-        tiny, seed, prepare, settings = MODELS[name]
+        model, seed, prepare, settings = MODELS[name]
         generator = torch.Generator().manual_seed(3)
         prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (3, 17, 40)]
-        save(tmp_path, tiny, seed, one_process)
-        expected, gap = greedy(tmp_path, prompts, tiny, adapted=True)
+        save(tmp_path, model, seed, one_process)
+        expected, gap = greedy(tmp_path, prompts, model, adapted=True)
         assert gap > SMALLEST_GAP, "near a tie rounding decides: take another seed"
         for folder in ("base", "merged"):
             prepare(tmp_path / folder)
@@ -83,7 +90,7 @@ def answers(tmp_path, one_process) -> Callable[[str], tuple[list, list, list, li
             {"model": str(tmp_path / "merged"), **settings},
         ]
         adapted, merged = by_vllm(tmp_path, prompts, jobs)
-        return expected, adapted, merged, greedy(tmp_path, prompts, tiny, adapted=False)[0]
+        return expected, adapted, merged, greedy(tmp_path, prompts, model, adapted=False)[0]
 
     return answer
 
@@ -101,7 +108,7 @@ def by_vllm(root: Path, prompts: list[list[int]], jobs: list[dict[str, Any]]) ->
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def save(root: Path, tiny: Tiny, seed: int, one_process) -> None:  # noqa: F811
+def save(root: Path, model: Tiny, seed: int, one_process) -> None:  # noqa: F811
     """Write a checkpoint, an adapter with random values, and the merged checkpoint."""
     from megaswift.bridge.checkpoint.adapter_files import load_adapter, save_adapter
     from megaswift.bridge.checkpoint.hub import read_config
@@ -116,35 +123,35 @@ def save(root: Path, tiny: Tiny, seed: int, one_process) -> None:  # noqa: F811
     from tests.bridge.families.reference import random_model
 
     base, adapter, merged = (root / name for name in ("base", "adapter", "merged"))
-    network = random_model(tiny, seed)
+    network = random_model(model, seed)
     network.save_pretrained(base)
-    if tiny.files:
+    if model.files:
         file = base / "model.safetensors"
-        save_file({n: t.contiguous() for n, t in tiny.files(load_file(file)).items()}, file, {"format": "pt"})
+        save_file({n: t.contiguous() for n, t in model.files(load_file(file)).items()}, file, {"format": "pt"})
     config = read_config(base)
-    model = build_model(config, one_process, torch.float32, adapters=True)
-    load_weights(model.chunks, config, base)
+    built = build_model(config, one_process, torch.float32, adapters=True)
+    load_weights(built.chunks, config, base)
     options = LoraOptions(lora_rank=RANK, lora_alpha=2 * RANK, lora_dropout=0.0)
-    attach_adapters(model, config, LoraSettings.from_options(options), seed=1)
+    attach_adapters(built, config, LoraSettings.from_options(options), seed=1)
     for folder in (adapter, merged):
         folder.mkdir()
-    save_adapter(model.chunks, config, model.lora, adapter, base=str(base))
+    save_adapter(built.chunks, config, built.lora, adapter, base=str(base))
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(adapter / "adapter_model.safetensors")
     random = {name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
     assert any(".experts." in name for name in random)
     save_file(random, adapter / "adapter_model.safetensors", {"format": "pt"})
-    load_adapter(model.chunks, config, model.lora, adapter)
-    save_weights(model.chunks, config, base, merged, merge=True, dtype=torch.float32, max_shard_bytes=10**9)
+    load_adapter(built.chunks, config, built.lora, adapter)
+    save_weights(built.chunks, config, base, merged, merge=True, dtype=torch.float32, max_shard_bytes=10**9)
 
 
 @torch.no_grad()
-def greedy(root: Path, prompts: list[list[int]], tiny: Tiny, *, adapted: bool) -> tuple[list[list[int]], float]:
+def greedy(root: Path, prompts: list[list[int]], model: Tiny, *, adapted: bool) -> tuple[list[list[int]], float]:
     """Return transformers' tokens, and the least gap between the two best logits, relative to their spread."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind = AutoModelForImageTextToText if tiny.model else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if model.model else AutoModelForCausalLM
     network: Any = kind.from_pretrained(root / "base", dtype=torch.float32, attn_implementation="eager")
     if adapted:
         network = PeftModel.from_pretrained(network, str(root / "adapter"))
