@@ -37,6 +37,16 @@ QWEN36_MOE: dict[str, Any] = BFLOAT16 | {  # Qwen3.6-35B-A3B
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     "max_position_embeddings": 262_144,
 }
+QWEN3_NEXT: dict[str, Any] = QWEN36_MOE | {  # Qwen3-Next-80B-A3B
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "vocab_size": 151_936,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
 LATENT = {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 GLM47_FLASH: dict[str, Any] = (
     BFLOAT16
@@ -152,6 +162,15 @@ LAYOUT = BF16_MOMENTS  # so that Kimi-Linear's fit one H200
 HYBRIDS = {
     "qwen3.6-moe-4": Row("Qwen3.6-35B-A3B, 4 layers", QWEN36_MOE, 2, 16, layout=LAYOUT),
     "glm-4.7-flash-4": Row("GLM-4.7-Flash, 4 layers", GLM47_FLASH, 2, 16, layout=LAYOUT),
+    "qwen3-next-4": Row(
+        "Qwen3-Next-80B-A3B, 4 layers",
+        QWEN3_NEXT,
+        2,
+        16,
+        layout=LAYOUT,
+        peer="--moe_permute_fusion true",
+        min_speedup={"ours": 3.0},
+    ),
     "gemma-4-26b-6": Row("Gemma 4 26B-A4B, 6 layers", GEMMA4_26B, 2, 16, layout=LAYOUT),
     "gemma-4-e2b": Row("Gemma 4 E2B", GEMMA4_E2B, 2, 16, layout=LAYOUT),
     "kimi-linear-4": Row("Kimi-Linear-48B-A3B, 4 layers", KIMI_LINEAR, 2, 16, layout=LAYOUT),

@@ -313,7 +313,7 @@ def text_shapes(config: dict[str, Any]) -> dict[str, Shape]:
 
 def initial_value(name: str, model_type: str) -> float:
     """Return the value of a norm, a scale, a bias, or a decay of linear attention: A_log and its dt_bias."""
-    if model_type == "qwen3_5_moe_text":
+    if model_type in ("qwen3_5_moe_text", "qwen3_next"):
         if name.endswith(("A_log", "dt_bias")):
             return 1.0
         if name.endswith("norm.weight") and "linear_attn" not in name:
