@@ -318,6 +318,8 @@ def initial_value(name: str, model_type: str) -> float:
             return 1.0
         if name.endswith("norm.weight") and "linear_attn" not in name:
             return 0.0  # the model adds one
+    if model_type == "gemma4_text" and name.endswith(("q_norm.weight", "k_norm.weight")):
+        return 0.25  # nothing else scales scores of attention
     return float(name.endswith(("weight", "scale", "scalar")))
 
 

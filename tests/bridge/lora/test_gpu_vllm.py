@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,7 +22,9 @@ from tests.bridge.families.test_families import one_process  # noqa: F401  (a fi
 from tests.prepared import ROOT
 
 NEW_TOKENS, RANK = 16, 8
-SMALLEST_GAP = 0.02  # of the two best logits, relative to their spread: rounding to fp16 moves them by about 0.002
+# Of the two best logits, over the standard deviation of all: where they are closer, rounding to fp16 may choose the
+# other. It moves logits by about 0.015 of it.
+NEAR_TIE = 0.1
 SHAPE = {"hidden_size": 256, "head_dim": 64}  # vLLM's attention on GPUs takes few sizes of heads
 ROUTING = {"num_experts_per_tok": 8}  # of 8: else rounding would send some tokens to other experts
 ROPE = {
@@ -39,6 +41,14 @@ TOWER = {
 # Processes of images are not started for a model that sees none.
 NO_MEDIA: dict[str, Any] = {"vllm_limit_mm_per_prompt": {"image": 0, "video": 0}}
 pytestmark = pytest.mark.gpu
+Tokens = list[list[int]]  # of each prompt
+
+
+class Greedy(NamedTuple):
+    """Tokens of an answer, and the gap between the two best logits at each."""
+
+    tokens: list[int]
+    gaps: list[float]
 
 
 def with_tower(tensors: Tensors) -> Tensors:
@@ -52,17 +62,21 @@ def add_processor(folder: Path) -> None:
     qwen3_processor().save_pretrained(folder)
 
 
-GPT_OSS = replace(gpt_oss.TINY[""], config=partial(gpt_oss.config, **SHAPE | ROUTING, intermediate_size=128))
+# With matrices of usual sizes: rounding to fp16 moves logits of the tiny model by up to half of their spread.
+GPT_OSS = replace(
+    gpt_oss.TINY[""],
+    config=partial(gpt_oss.config, **SHAPE | ROUTING, intermediate_size=128),
+    stds={"_proj": 0.08},
+)
 QWEN3_5_MOE = replace(
     qwen3_5_moe_text.TINY["within"],
     config=partial(qwen3_5_moe_text.seeing, TOWER, **SHAPE | ROUTING | DELTA),
     files=with_tower,
     extra=None,
 )
-# The tiny model, the seed of its weights, further files, and options of `swift infer`. The seeds are the first whose
-# tokens are nowhere near a tie.
+# The tiny model, the seed of its weights, further files, and options of `swift infer`.
 MODELS: dict[str, tuple[Tiny, int, Callable[[Path], None], dict[str, Any]]] = {
-    "gpt_oss": (GPT_OSS, 10, tiny.save_tokenizer, {"vllm_engine_kwargs": {"attention_backend": "TRITON_ATTN"}}),
+    "gpt_oss": (GPT_OSS, 2, tiny.save_tokenizer, {"vllm_engine_kwargs": {"attention_backend": "TRITON_ATTN"}}),
     "qwen3_5_moe": (
         QWEN3_5_MOE,
         5,
@@ -73,16 +87,15 @@ MODELS: dict[str, tuple[Tiny, int, Callable[[Path], None], dict[str, Any]]] = {
 
 
 @pytest.fixture
-def answers(tmp_path, one_process) -> Callable[[str], tuple[list, list, list, list]]:  # noqa: F811
+def answers(tmp_path, one_process) -> Callable[[str], tuple[list[Greedy], Tokens, Tokens, list[Greedy]]]:  # noqa: F811
     """A function of a model's name: tokens of PEFT, of vLLM with the adapter and merged, of the model without."""
 
-    def answer(name: str) -> tuple[list, list, list, list]:
+    def answer(name: str) -> tuple[list[Greedy], Tokens, Tokens, list[Greedy]]:
         model, seed, prepare, settings = MODELS[name]
         generator = torch.Generator().manual_seed(3)
         prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (3, 17, 40)]
         save(tmp_path, model, seed, one_process)
-        expected, gap = greedy(tmp_path, prompts, model, adapted=True)
-        assert gap > SMALLEST_GAP, "near a tie rounding decides: take another seed"
+        expected = greedy(tmp_path, prompts, model, adapted=True)
         for folder in ("base", "merged"):
             prepare(tmp_path / folder)
         jobs = [
@@ -90,12 +103,12 @@ def answers(tmp_path, one_process) -> Callable[[str], tuple[list, list, list, li
             {"model": str(tmp_path / "merged"), **settings},
         ]
         adapted, merged = by_vllm(tmp_path, prompts, jobs)
-        return expected, adapted, merged, greedy(tmp_path, prompts, model, adapted=False)[0]
+        return expected, adapted, merged, greedy(tmp_path, prompts, model, adapted=False)
 
     return answer
 
 
-def by_vllm(root: Path, prompts: list[list[int]], jobs: list[dict[str, Any]]) -> list[list[list[int]]]:
+def by_vllm(root: Path, prompts: Tokens, jobs: list[dict[str, Any]]) -> list[Tokens]:
     """Greedy tokens for each job and prompt, as `swift infer` has vLLM generate them."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("needs vLLM")
@@ -146,8 +159,8 @@ def save(root: Path, model: Tiny, seed: int, one_process) -> None:  # noqa: F811
 
 
 @torch.no_grad()
-def greedy(root: Path, prompts: list[list[int]], model: Tiny, *, adapted: bool) -> tuple[list[list[int]], float]:
-    """Return transformers' tokens, and the least gap between the two best logits, relative to their spread."""
+def greedy(root: Path, prompts: Tokens, model: Tiny, *, adapted: bool) -> list[Greedy]:
+    """Return what transformers generates in fp32 for each prompt."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -156,22 +169,39 @@ def greedy(root: Path, prompts: list[list[int]], model: Tiny, *, adapted: bool) 
     if adapted:
         network = PeftModel.from_pretrained(network, str(root / "adapter"))
     network.eval()
-    tokens, gaps = [], []
+    answers = []
     for prompt in prompts:
-        ids = list(prompt)
+        tokens, gaps = [], []
         for _ in range(NEW_TOKENS):
-            logits = network(input_ids=torch.tensor([ids])).logits[0, -1]
+            logits = network(input_ids=torch.tensor([prompt + tokens])).logits[0, -1]
             best = logits.topk(2)
             gaps.append(float((best.values[0] - best.values[1]) / logits.std()))
-            ids.append(int(best.indices[0]))
-        tokens.append(ids[len(prompt) :])
-    return tokens, min(gaps)
+            tokens.append(int(best.indices[0]))
+        answers.append(Greedy(tokens, gaps))
+    return answers
+
+
+def count_equal(expected: list[Greedy], tokens: Tokens) -> int:
+    """Return the number of equal tokens in front of the first difference of each answer, which is near a tie."""
+    count = 0
+    for (own, gaps), answer in zip(expected, tokens, strict=True):
+        differs = next((place for place in range(NEW_TOKENS) if own[place] != answer[place]), NEW_TOKENS)
+        assert min(gaps[differs : differs + 1], default=0) < NEAR_TIE, (own, answer, gaps)
+        count += differs
+    return count
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_peft_and_of_the_merged_folder(name: str, answers) -> None:
     expected, adapted, merged, without = answers(name)
-    assert merged == expected
-    assert adapted == expected
-    assert all(one != other for one, other in zip(expected, without, strict=True))
-    assert len({token for tokens in expected for token in tokens}) > 10  # one that says one thing would prove nothing
+    counts = count_equal(expected, merged), count_equal(expected, adapted)
+    print(f"\n{name}: {counts} of {len(expected) * NEW_TOKENS} tokens are equal; {adapted == merged=}")
+    assert min(counts) > 24
+    assert all(one.tokens != other.tokens for one, other in zip(expected, without, strict=True))
+    assert len({token for one in expected for token in one.tokens}) > 10  # one that says one thing proves nothing
+
+
+def test_a_difference_that_is_no_tie_is_seen() -> None:
+    expected = [Greedy([1] * NEW_TOKENS, [0.5] * NEW_TOKENS)]
+    with pytest.raises(AssertionError):
+        count_equal(expected, [[1] * (NEW_TOKENS - 1) + [2]])
