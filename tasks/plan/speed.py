@@ -38,7 +38,10 @@ PCIE, SHARED_PCIE = 48e9, 34e9
 OVERLAP = 0.83  # share of the gradients' exchange that is hidden behind the backward pass
 FP8_SPEEDUP = 1.9  # speed of products, relative to bf16
 QUANTIZATION = 6.5e-12  # seconds to quantize a value of their inputs and outputs, both passes
-LORA_OVERHEAD, LORA_EXPERTS = 1.2, 2.1  # adapters add small products, above all those of each expert
+LORA_OVERHEAD = 1.2  # adapters add small products
+# Operations that take the time of both passes of the adapters of an expert, for one token. Their small products depend
+# on the tokens more than on the experts' sizes: those of Qwen3-30B-A3B and of gpt-oss-20b take about the same.
+ADAPTED_ROW = 2.08e7
 # Seconds in which the host launches a layer's kernels of both passes, and one collective of tensor parallelism. By
 # Qwen3-VL-4B with TP2 and micro batches of one pack, on hosts of which one is a quarter faster (docs/results.md).
 HOST_LAYER, HOST_EXCHANGE = 3.5e-3, 0.25e-3
@@ -160,7 +163,13 @@ def _layers_seconds(
         seconds += QUANTIZATION * quantized_values(work.config) * work.config.num_layers * work.length * share
     if work.lora_rank is None:
         return seconds + experts
-    return LORA_OVERHEAD * seconds + (1.0 if work.has_frozen_experts else LORA_EXPERTS) * experts
+    seconds = LORA_OVERHEAD * seconds + experts
+    if not work.has_frozen_experts:
+        rows = (
+            work.length * share * work.config.moe_router_topk * sum(map(work.is_sparse, range(work.config.num_layers)))
+        )
+        seconds += passes / 2 * ADAPTED_ROW * rows / BEST / machine.peak_flops
+    return seconds
 
 
 def _traffic(work: Workload, layout: GpuLayout, layers: range, depths: int, recomputed: float) -> float:
