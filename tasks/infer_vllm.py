@@ -11,7 +11,7 @@ from ..templates.media.processor import VisionProcessor
 from .infer_engine import AdapterFolder, ChatEngine, Emit
 from .infer_media import EncodedPrompt, check_videos, count_videos, to_request
 from .options import InferOptions
-from .rollout.lora_support import RANKS, lora_rank_bucket
+from .rollout.lora_support import RANKS, UNREAD_EXPERTS, lora_rank_bucket, unsupported_expert_rank
 from .rollout.vllm_errors import refusals_as_value_errors
 
 UNSUPPORTED_BY_VLLM = {  # keys of adapter_config.json that vLLM rejects or silently ignores
@@ -126,6 +126,7 @@ class VllmChat(ChatEngine):
 def check_for_vllm(adapter: AdapterFolder, options: InferOptions) -> None:
     """Raise ValueError for adapter features that vLLM does not support."""
     from ..bridge.checkpoint.safetensors_io import SafetensorsFolder
+    from ..bridge.lora.adapter_mapping import FUSED_EXPERTS
 
     config = adapter.config
     problems = [feature for name, feature in UNSUPPORTED_BY_VLLM.items() if config.get(name)]
@@ -133,8 +134,14 @@ def check_for_vllm(adapter: AdapterFolder, options: InferOptions) -> None:
         # Patterns for fused experts are internal to PEFT: vLLM loads experts one by one.
         modules = [module for module in config.get(name) or {} if not module.endswith("gate_up_proj")]
         problems += [f"{feature} per module ({name})"] * bool(modules)
-    if any(".kv_b_proj." in name for name in SafetensorsFolder(adapter.folder).tensors):
+    adapted = {name.partition(".lora_")[0] for name in SafetensorsFolder(adapter.folder).tensors}
+    if any(module.endswith(".kv_b_proj") for module in adapted):
         problems.append("adapters of kv_b_proj, which it ignores silently")
+    experts = {module for module in adapted if ".experts." in f"{module}."}
+    if any(FUSED_EXPERTS.fullmatch(module) and ".mlp.experts" not in module for module in experts):
+        problems.append(UNREAD_EXPERTS)
+    elif experts and (problem := unsupported_expert_rank(config.get("r", 8))):
+        problems.append(problem)
     problems += ["biases (bias)"] * (config.get("bias", "none") != "none")
     problems += [f"a rank of {config['r']}"] * (config.get("r", 8) > RANKS[-1])
     problems += ["merging in memory (--merge_lora true)"] * bool(options.merge_lora)

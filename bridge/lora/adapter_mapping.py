@@ -45,7 +45,7 @@ LINEAR_MODULES = frozenset({
 ROUTER, EMBEDDING_MODULE = "router", "word_embeddings"
 PREFIX = "base_model.model."  # prefix of module names in PEFT's files
 A_MATRIX = re.compile(r"(.+)\.lora_(?:A\.weight|embedding_A)")
-# PEFT's names of a layer's fused expert matrices with adapters; with .base_layer: gate and up.
+# PEFT's names of a layer's fused expert matrices with adapters; with .base_layer: gate and up, or up alone.
 FUSED_EXPERTS = re.compile(r".*\blayers\.(\d+)\.(?:[\w.]+?\.)?experts(\.base_layer)?")
 # transformers' class of Llama 4 does not say that its matrices are transposed, so PEFT's A is of their outputs.
 SWAPPED_EXPERTS = "feed_forward.experts."
@@ -190,16 +190,29 @@ def adapted_modules(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def _by_module(entries: ParamTable, architecture: Architecture) -> ParamTable:
-    """Return the table with transformers' names of modules, which PEFT's files have."""
+    """Return the table with transformers' names of modules and stacked experts, which PEFT's files have.
+
+    PEFT takes separate adapters for experts with a gate alone.
+    """
 
     def rename(name: str) -> str:
         for pattern, replacement in architecture.module_names:
             name = re.sub(pattern, replacement, name)
         return name
 
-    if not architecture.module_names:
+    if architecture.module_names:
+        entries = {key: entry._replace(hf=tuple(map(rename, entry.hf))) for key, entry in entries.items()}
+    if architecture.transformer["gated_linear_unit"]:
         return entries
-    return {key: entry._replace(hf=tuple(rename(name) for name in entry.hf)) for key, entry in entries.items()}
+    return {key: _stack(key, entry, architecture) for key, entry in entries.items()}
+
+
+def _stack(key: ParamKey, entry: MappingEntry, architecture: Architecture) -> MappingEntry:
+    """Return an entry of an expert's own matrix as one of a stack's."""
+    if key.expert is None or entry.expert_index is not None:
+        return entry
+    names = tuple(re.sub(r"\.\d+\.(\w+)\.weight$", r".\1", name) for name in entry.hf)
+    return entry._replace(hf=names, num_experts=architecture.transformer["num_moe_experts"], expert_index=key.expert)
 
 
 def _module_of(key: ParamKey) -> str:
@@ -231,18 +244,11 @@ def _matching_targets(targets: Container[str], name: str, matrix: _Matrix) -> li
 
 def _unadapted_reason(matrix: _Matrix, architecture: Architecture) -> str:
     """Return why a matrix takes no adapters, for messages; "" if it takes them."""
-    if matrix.key.expert is not None and not adapts_experts(architecture):
-        return "is of an expert without a gate, which takes no adapters in this version"
     if architecture.vision and architecture.vision.clips and matrix.key.name.startswith(VISION_TOWER + "layers."):
         return "is of a tower that clips, which takes no adapters in this version"
     if architecture.mamba and matrix.leaf == "out_proj":
         return "is the last matrix of a Mamba-2 layer, which transformers' kernels compute without adapters"
     return ""
-
-
-def adapts_experts(architecture: Architecture) -> bool:
-    """Return whether a model's experts take adapters."""
-    return architecture.transformer["gated_linear_unit"]
 
 
 def _adapter_entries(matrix: _Matrix, chosen: list[int], settings: LoraSettings) -> ParamTable:
@@ -252,7 +258,7 @@ def _adapter_entries(matrix: _Matrix, chosen: list[int], settings: LoraSettings)
     modules = [PREFIX + matrix.names[part] for part in chosen]
     stack = {"num_experts": matrix.entry.num_experts, "expert_index": matrix.entry.expert_index}
     if matrix.entry.expert_index is not None and not matrix.entry.hf[0].endswith(".weight"):
-        # Parameters of one module, which PEFT wraps once for each, first for gate and up.
+        # Parameters of one module, which PEFT wraps once for each, last for the second matrix.
         modules = [module.rpartition(".")[0] + ".base_layer" * (matrix.leaf == "linear_fc1") for module in modules]
 
     def names(leaf: str) -> tuple[str, ...]:

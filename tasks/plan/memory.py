@@ -156,11 +156,6 @@ class Workload:
         return not is_latent and all(self.layer(layer).mixer == "attention" for layer in layers)
 
     @property
-    def has_frozen_experts(self) -> bool:
-        """Return whether experts are neither trained nor have adapters."""
-        return self.lora_rank is not None and self.parameters.plain_experts
-
-    @property
     def has_dense_mlps(self) -> bool:
         """Return whether a layer has an MLP that is not of experts."""
         layers = range(self.config.num_layers)
@@ -417,14 +412,11 @@ def _dense_values(config: TransformerConfig, layer: Layer) -> int:
 
 
 def _expert_values(work: Workload) -> int:
-    """Return the values that a layer of experts saves per token: its norm's, the experts' inputs and MLPs.
-
-    Products of frozen experts do not save their inputs.
-    """
+    """Return the values that a layer of experts saves per token: its norm's, the experts' inputs and MLPs."""
     config = work.config
     gates = 2 if config.gated_linear_unit else 1
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
-    copy = gates * width if work.has_frozen_experts else config.hidden_size + (gates + 1) * width
+    copy = config.hidden_size + (gates + 1) * width
     shared = (gates + 1) * (config.moe_shared_expert_intermediate_size or 0)
     return 2 * config.hidden_size + config.moe_router_topk * copy + shared
 
@@ -457,6 +449,6 @@ def _adapters(work: Workload, layer: int) -> Parameters:
         width = config.ffn_hidden_size or 4 * hidden
         return Parameters(split=rank * (sizes + hidden + gates * width + width + hidden))
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * hidden
-    adapted = 0 if work.has_frozen_experts else config.num_moe_experts or 0
-    experts = adapted * rank * (hidden + gates * width + width + hidden)
+    latent = config.moe_latent_size or hidden
+    experts = (config.num_moe_experts or 0) * rank * (latent + gates * width + width + latent)
     return Parameters(split=rank * sizes, expert=experts)

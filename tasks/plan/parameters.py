@@ -15,7 +15,6 @@ import torch
 from ...bridge.checkpoint.pretrained import empty_model
 from ...bridge.families import family_of
 from ...bridge.layers.vision_tower import MERGERS
-from ...bridge.lora.adapter_mapping import adapts_experts
 from ...bridge.mapping.architecture import Architecture, HfConfig
 from ...bridge.mapping.param_mapping import (
     EMBEDDING,
@@ -62,7 +61,6 @@ class ModelParameters:
     mergers: Parameters = field(default_factory=Parameters)
     prediction: Parameters = field(default_factory=Parameters)  # layers of multi-token prediction
     tied: bool = False
-    plain_experts: bool = False  # experts take no adapters
 
     @property
     def total(self) -> int:
@@ -131,7 +129,6 @@ def count_parameters(hf_config: HfConfig, transformers_config: Any, depths: int 
             count = _count(key, entry, shapes, architecture)
         if EXPERTS in key.name:
             part.expert += count
-            model.plain_experts = not adapts_experts(architecture)
         elif entry.kind.dim is None or key.name.startswith(TOWERS):
             part.replicated += count
         else:

@@ -164,12 +164,9 @@ def _layers_seconds(
     if work.lora_rank is None:
         return seconds + experts
     seconds = LORA_OVERHEAD * seconds + experts
-    if not work.has_frozen_experts:
-        rows = (
-            work.length * share * work.config.moe_router_topk * sum(map(work.is_sparse, range(work.config.num_layers)))
-        )
-        seconds += passes / 2 * ADAPTED_ROW * rows / BEST / machine.peak_flops
-    return seconds
+    layers = sum(map(work.is_sparse, range(work.config.num_layers)))
+    rows = work.length * share * work.config.moe_router_topk * layers
+    return seconds + passes / 2 * ADAPTED_ROW * rows / BEST / machine.peak_flops
 
 
 def _traffic(work: Workload, layout: GpuLayout, layers: range, depths: int, recomputed: float) -> float:
@@ -203,8 +200,7 @@ def _host_seconds(work: Workload, layout: GpuLayout, layers: int, recomputed: fl
     again = recomputed + work.task.forwards
     layer = HOST_LAYER
     if layout.expert > 1:
-        is_adapted = work.lora_rank is not None and not work.has_frozen_experts
-        layer = HOST_ADAPTED_EXPERTS if is_adapted else HOST_EXPERTS
+        layer = HOST_EXPERTS if work.lora_rank is None else HOST_ADAPTED_EXPERTS
     layer += HOST_RING if layout.context > 1 and not work.gathers_keys else 0.0
     return layers * ((1 + again / 3) * layer + exchanges * HOST_EXCHANGE)
 

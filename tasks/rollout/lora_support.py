@@ -6,6 +6,7 @@ from ...bridge.mapping.param_mapping import OUTPUT
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # adapter ranks that vLLM can allocate
 DEFAULT_RANK = 16  # of a server without --vllm_max_lora_rank
+UNREAD_EXPERTS = "adapters of this model's experts, which it does not read in PEFT's form"
 
 
 def lora_rank_bucket(rank: int) -> int:
@@ -35,7 +36,12 @@ def unsupported_by_vllm(settings: LoraSettings, plan: AdapterPlan | None = None)
     if any(name.endswith(".kv_b_proj") for name in plan.modules):
         return "adapters of kv_b_proj, which it ignores silently"
     if any(".mlp.experts." not in name for name in plan.stacked_parameters):
-        return "adapters of this model's experts, whose gates and ups it would mix"
-    if plan.has_experts and settings.rank not in RANKS:
-        return f"adapters of experts of rank {settings.rank}: its kernel takes {', '.join(map(str, RANKS))}"
-    return None
+        return UNREAD_EXPERTS
+    return unsupported_expert_rank(settings.rank) if plan.has_experts else None
+
+
+def unsupported_expert_rank(rank: int) -> str | None:
+    """Return why vLLM's kernel takes no adapters of experts of `rank`: it would read behind their ends."""
+    if rank in RANKS:
+        return None
+    return f"adapters of experts of rank {rank}: its kernel takes {', '.join(map(str, RANKS))}"

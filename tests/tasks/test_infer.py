@@ -364,6 +364,14 @@ def test_adapters_that_cannot_be(model, tmp_path, monkeypatch):
     save_file({"base_model.model.x.kv_b_proj.lora_A.weight": torch.zeros(1)}, lacking / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="vLLM does not support adapters of kv_b_proj"):
         failing(lacking, infer_backend="vllm")
+    for module, rank, what in (
+        ("layers.0.mixer.experts.base_layer", 8, "this model's experts, which it does not read in PEFT's form"),
+        ("layers.0.mlp.experts.3.up_proj", 12, "experts of rank 12: its kernel takes 1, 8, 16"),
+    ):
+        folder = changed(f"experts of rank {rank}", r=rank)
+        save_file({f"base_model.model.{module}.lora_A.weight": torch.zeros(1)}, folder / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=f"vLLM does not support adapters of {what}"):
+            failing(folder, infer_backend="vllm")
     one_by_one = {"rank_pattern": {r".*\.gate_up_proj": 8}, "alpha_pattern": {r".*\.gate_up_proj": 16}}
     adapter = infer.checked_adapter(InferOptions(adapters=[str(changed("experts", **one_by_one))]))
     infer_vllm.check_for_vllm(adapter, InferOptions())  # our own experts are taken

@@ -102,7 +102,9 @@ CASES = {
     "stacked experts of Granite": Case("granitemoe", r".+\.[qkvo]_proj", peft=EXPERTS),
     "Mamba-2": Case("nemotron_h dense", r".+\.(in|q|k|v|o|up|down)_proj"),
     "Mamba-2 and experts": Case(
-        "nemotron_h latent", r".+\.(in|q|k|v|o|fc[12]_latent)_proj|.+shared_experts\.(up|down)_proj"
+        "nemotron_h latent",
+        r".+\.(in|q|k|v|o|fc[12]_latent)_proj|.+shared_experts\.(up|down)_proj",
+        peft={"target_parameters": ["experts.up_proj", "experts.down_proj"]},
     ),
     "Kimi delta attention": Case("kimi_linear", KIMI, {"target_regex": KIMI, "target_modules": []}),
     "pieces of Mamba-2": Case("granitemoehybrid dense", r".+\.(in|q|k|v|o)_proj|.+put_linear"),
@@ -250,7 +252,7 @@ def _peft(case: Case, base: Path) -> Any:
     model = load_base(base)
     names = {name for name, _ in model.named_modules() if re.fullmatch(case.modules, name)}
     # Of these PEFT makes the experts' where there are any; as parameters they stay what they are.
-    experts = hasattr(model.config, "n_routed_experts") or case.peft is EXPERTS
+    experts = hasattr(model.config, "n_routed_experts") or "target_parameters" in case.peft
     named = {name for name in names if experts and name.rpartition(".")[2] in AS_PARAMETERS}
     parameters = [*(f"{name}.weight" for name in sorted(named)), *case.peft.get("target_parameters", ())]
     settings = LoraConfig(
