@@ -146,7 +146,7 @@ def _misfit(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any], result: Search) 
     where = f"{plural(plan.layout.gpus, 'GPU')} of {gpu.memory / GIB:.1f} GiB" + (f" with {fixed}" if fixed else "")
     if result.smallest is None:
         return (
-            f"no layout of {where} divides --global_batch_size {plan.work.global_batch}, the lengths, and "
+            f"no layout of {where} divides --global_batch_size {plan.work.batch}, the lengths, and "
             "the model's heads, layers and experts. Change one of them"
         )
     need = (result.smallest.memory.total + OUTSIDE) / GIB

@@ -1,5 +1,6 @@
 """One way to place a run on GPUs."""
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -41,8 +42,8 @@ class GpuLayout:
         return self.gpus // (self.pipeline * self.expert)
 
     def micro_batches(self, global_batch: int) -> int:
-        """Return the number of micro batches of a rank in a step."""
-        return global_batch // (self.micro_batch * self.data)
+        """Return the number of micro batches of a rank in a step, of which the last may be padding."""
+        return max(1, math.ceil(global_batch / (self.micro_batch * self.data)))
 
     def stages(self, num_layers: int) -> list[range]:
         """Return the layers of each pipeline stage; with virtual stages as many of them as are on it.

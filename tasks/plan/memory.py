@@ -92,6 +92,11 @@ class Workload:
     gpu_bytes: float = 80 * GIB  # memory of a GPU
     task: TaskWork = SFT
 
+    @property
+    def batch(self) -> int:
+        """Samples of a step, which a layout has to divide."""
+        return self.task.completions or self.global_batch
+
     def layer(self, layer: int) -> Layer:
         return self.config.architecture.layers[layer]  # type: ignore[attr-defined]
 

@@ -39,7 +39,7 @@ def auto_micro_batch(options: SftOptions, world: int, gpu: Gpu, checkpoint: Path
     if not result.plans:
         if result.smallest is None:
             raise ValueError(
-                f"{FLAG}: no micro batch divides --global_batch_size {plan.work.global_batch} in this layout, or the "
+                f"{FLAG}: no micro batch divides --global_batch_size {plan.work.batch} in this layout, or the "
                 "layout does not divide the model. Change one of them"
             )
         need = (result.smallest.memory.total + OUTSIDE) / GIB
@@ -75,5 +75,5 @@ def cpu_micro_batch(options: SftOptions, world: int) -> AutoLayout:
     layout = layout_of(options, world)
     share = options.training.global_batch_size // max(layout.data, 1)
     sizes = CPU_MICRO_BATCHES if layout.pipeline == 1 else ()
-    size = next((size for size in sizes if share % size == 0), 1)
+    size = next((size for size in sizes if share and share % size == 0), 1)
     return AutoLayout({NAME: size}, f"{FLAG}: {size}, without a GPU.")

@@ -28,6 +28,7 @@ from ...bridge.mapping.param_mapping import (
 )
 
 LAYER, PREDICTION = "decoder.layers.{layer}.", "mtp.layers.{layer}."  # begin the names of their tensors
+LAYER_INPUTS = "embedding.layer_inputs."
 INNER = PREDICTION + "mtp_model_layer."
 
 
@@ -56,6 +57,7 @@ class ModelParameters:
 
     layers: list[Parameters]
     embedding: Parameters = field(default_factory=Parameters)
+    layer_inputs: Parameters = field(default_factory=Parameters)  # further embeddings, of each layer
     output: Parameters = field(default_factory=Parameters)  # with the last norm; with the embedding's copy if tied
     tower: Parameters = field(default_factory=Parameters)  # on every rank, without its mergers
     mergers: Parameters = field(default_factory=Parameters)
@@ -70,7 +72,7 @@ class ModelParameters:
     @property
     def language(self) -> int:
         """Number in the language model."""
-        parts = self._sums[-1] + self.embedding + self.output + self.prediction
+        parts = self._sums[-1] + self.embedding + self.layer_inputs + self.output + self.prediction
         return parts.total - (self.embedding.total if self.tied else 0)
 
     @cached_property
@@ -89,7 +91,7 @@ class ModelParameters:
         """
         stage = self.of_layers(layers)
         if is_first:
-            stage += self.embedding
+            stage += self.embedding + self.layer_inputs
         if is_last:
             stage += self.output + self.prediction
         if is_first and is_last and self.tied:
@@ -143,7 +145,9 @@ def _part(model: ModelParameters, key: ParamKey) -> Parameters:
         return model.prediction
     if key.layer is not None:
         return model.layers[key.layer]
-    return model.embedding if key == EMBEDDING else model.output
+    if key == EMBEDDING:
+        return model.embedding
+    return model.layer_inputs if key.name.startswith(LAYER_INPUTS) else model.output
 
 
 def _layer_of_prediction(entries: ParamTable) -> int | None:

@@ -179,15 +179,12 @@ def pack_length(options: SftOptions) -> int | None:
 
 
 def _packs_of_step(options: SftOptions) -> int:
-    """Return the samples of a step: packs, or in GRPO those that its completions fill if all are as long as can be.
-
-    These divide the completions, as the layout must.
-    """
+    """Return the samples of a step: packs, or in GRPO those that its completions fill if all are as long as can be."""
     size, data = options.training.global_batch_size, options.data
     if not (isinstance(options, GrpoOptions) and data.packing and data.packing_length and data.max_length):
         return size
     per_pack = max(1, data.packing_length // (data.max_length + options.sampling.max_completion_length))
-    return next(packs for packs in range(-(-size // per_pack), size + 1) if size % packs == 0)
+    return math.ceil(size / per_pack)
 
 
 def plan_options(options: SftOptions, world: int, images: Images = ASSUMED_IMAGES) -> PlanOptions:

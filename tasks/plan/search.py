@@ -104,7 +104,7 @@ def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, Any
         model = layout.tensor * layout.pipeline * layout.context
         if gpus % model or gpus % (layout.pipeline * layout.expert) or work.length % (layout.tensor * layout.context):
             continue
-        if work.global_batch % (layout.micro_batch * layout.data) == 0:
+        if work.batch % (layout.micro_batch * layout.data) == 0:
             yield from _divisions(work, layout, pins)
 
 

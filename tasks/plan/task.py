@@ -43,6 +43,7 @@ class TaskWork:
     forwards: int = 0
     outputs: int | None = None  # size of a score head in place of the output layer
     documents: int = 1  # the number in a sample that is not packed
+    completions: int | None = None  # of a step, whose packs are padded to those of a layout; None: packs divide it
 
     @classmethod
     def of(cls, options: SftOptions) -> "TaskWork":
@@ -62,7 +63,9 @@ class TaskWork:
         outputs = 1 if options.scores_documents else None
         if isinstance(options, SeqClsOptions):
             outputs = options.num_labels or 1  # those of a checkpoint's head are as small
-        return cls(place, forwards, outputs, 2 if options.stage == "preference" else 1)
+        is_padded = isinstance(options, GrpoOptions) and options.data.packing
+        completions = options.training.global_batch_size if is_padded else None
+        return cls(place, forwards, outputs, 2 if options.stage == "preference" else 1, completions)
 
     def of_parameters(self, parameters: ModelParameters, hidden_size: int) -> ModelParameters:
         """Return the parameters of a model of the task, of a language model's."""
@@ -83,7 +86,7 @@ def task_of(plan: PlanOptions) -> TaskWork:
         return SFT
     flags = {} if plan.beta is None else {"beta": plan.beta}
     options = compose(OPTIONS_BY_TYPE[plan.rlhf_type], tuner_type=plan.tuner_type, **flags)
-    return TaskWork.of(options)
+    return replace(TaskWork.of(options), completions=None)  # the plan's batch is of packs
 
 
 def unplanned_task_flags(options: SftOptions) -> Iterator[str]:

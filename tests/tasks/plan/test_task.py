@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 from megaswift.cli.main import main, read_options
-from megaswift.tasks.plan.memory import OUTSIDE, host_bytes
+from megaswift.tasks.plan.memory import OUTSIDE, host_bytes, memory_of_rank
+from megaswift.tasks.plan.parameters import count_parameters
 from megaswift.tasks.plan.run_plan import TEXT, Gpu, UnplannedRunError, check_fits, plan_run, time_line
 from megaswift.tasks.plan.task import TaskWork
 from megaswift.tasks.rollout.memory_budget import planned_engine_memory
@@ -53,8 +54,9 @@ def options_of(rows, tmp_path):
         ("--rlhf_type rm", PAIRS(outputs=1)),
         ("--task_type reranker", TaskWork(outputs=1)),
         ("--task_type seq_cls --num_labels 7", TaskWork(outputs=7)),
-        (GRPO, TaskWork("kept", 1)),
-        (f"{GRPO} --beta 0", TaskWork()),
+        (GRPO, TaskWork("kept", 1, completions=16)),
+        (f"{GRPO} --beta 0", TaskWork(completions=16)),
+        (f"{GRPO} --beta 0 --packing false", TaskWork()),
     ],
 )
 def test_what_a_task_adds(flags, work, options_of) -> None:
@@ -108,10 +110,27 @@ def test_completions_come_behind_prompts(options_of) -> None:
 
 
 def test_completions_fill_packs(options_of) -> None:
-    """As many as there are if all are as long as can be, in a number that divides them."""
+    """As many as there are if all are as long as can be. A rank that has none trains one of padding."""
     lengths = "--max_length 512 --max_completion_length 512 --global_batch_size 24"
     packs = {length: plan_run(options_of(f"{GRPO} {lengths} --packing_length {length}"), 1) for length in (1024, 5120)}
-    assert [plan.work.global_batch for plan in packs.values()] == [24, 6]  # five hold the 24
+    assert [plan.work.global_batch for plan in packs.values()] == [24, 5]
+    few = f"{GRPO} --max_length 1024 --max_completion_length 1024 --global_batch_size 64 --packing_length 32768"
+    plans = [plan_run(options_of(few), world) for world in (4, 8)]
+    four, eight = (memory_of_rank(plan.work, plan.layout) for plan in plans)
+    assert [plan.work.global_batch for plan in plans] == [4, 4]
+    assert [plan.work.batch for plan in plans] == [64, 64]  # which a layout divides
+    assert eight.activations == four.activations > 0
+
+
+def test_a_score_head_leaves_embeddings_of_layers(rows) -> None:
+    from transformers import AutoConfig
+
+    config = rows.ROWS["gemma-4-e2b"].config | {"num_hidden_layers": 5, "num_kv_shared_layers": 0}
+    config |= {"layer_types": config["layer_types"][:5]}
+    parameters = count_parameters(config, AutoConfig.for_model(**config))
+    headed = TaskWork(outputs=1).of_parameters(parameters, config["hidden_size"])
+    assert headed.language == parameters.language + config["hidden_size"]  # its output layer was the embedding
+    assert headed.layer_inputs.split == 262_144 * 5 * 256
 
 
 @pytest.mark.parametrize(
