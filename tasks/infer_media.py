@@ -142,7 +142,7 @@ def check_videos(vision: VisionProcessor | None, most: int) -> None:
 
     if most and vision and not takes_videos(vision):
         raise ValueError(
-            "--infer_backend vllm: takes videos of Qwen3-VL alone in this version. Set --infer_backend transformers."
+            "--infer_backend vllm: takes videos of Qwen3-VL and Qwen3.5 alone. Set --infer_backend transformers."
         )
 
 

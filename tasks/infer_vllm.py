@@ -41,7 +41,6 @@ class VllmChat(ChatEngine):
             "--infer_backend vllm",
             read_config(folder),
             has_images=any(medium.kind == "image" for each in media for medium in each),
-            trusts_code=bool(options.vllm_engine_kwargs.get("trust_remote_code")),
         )
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(

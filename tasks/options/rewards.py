@@ -27,7 +27,7 @@ class RewardOptions:
     source_rules: Annotated[
         dict[str, str],
         'by_source: rules of further sources (also patterns), as JSON: \'{"source": "math"}\'. Rules: gsm8k, math, '
-        "crossthinkqa, ifeval, code, code_share, judge, none.",
+        "crossthinkqa, countdown, ifeval, code, code_share, judge, none.",
     ] = field(default_factory=dict)
     judge_server: Annotated[
         str | None, "by_source: URL of an OpenAI-compatible server, which the rule judge asks (key: JUDGE_API_KEY)."

@@ -81,6 +81,6 @@ def videos_mismatch(videos: int, most_videos: int | None) -> str | None:
         return None
     return (
         f"it takes {most_videos or 'no'} videos in a prompt, and the run's data has {videos}. Start it with "
-        f"""--vllm_limit_mm_per_prompt '{{"video": {videos}}}' (vLLM takes those of Qwen3-VL alone), or with """
-        "--infer_backend transformers"
+        f"""--vllm_limit_mm_per_prompt '{{"video": {videos}}}' (vLLM takes those of Qwen3-VL and Qwen3.5 alone), """
+        "or with --infer_backend transformers"
     )

@@ -150,11 +150,10 @@ def check_media(run: Run, options: EngineOptions) -> None:
         )
     if engine_kind(options) != "vllm":
         return
-    trusts_code = bool(options.vllm_engine_kwargs.get("trust_remote_code"))
-    check_model("--use_vllm true", run.hf_config, has_images=run.most_images > 0, trusts_code=trusts_code)
+    check_model("--use_vllm true", run.hf_config, has_images=run.most_images > 0)
     if has_videos(run.data) and run.vision and not takes_videos(run.vision):
         raise ValueError(
-            "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL alone in this version. Set "
+            "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL and Qwen3.5 alone. Set "
             "--use_vllm false, which generates with transformers, or remove the videos"
         )
 

@@ -50,8 +50,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     hf_config = read_config(folder)
     dtype = dtype_of(options, hf_config)
     if kind == "vllm":
-        trusts_code = bool(options.vllm_engine_kwargs.get("trust_remote_code"))
-        check_model("--infer_backend vllm", hf_config, trusts_code=trusts_code)
+        check_model("--infer_backend vllm", hf_config)
         from .vllm_async import VllmBackend
 
         backend = VllmBackend(folder, options, dtype)
@@ -125,7 +124,7 @@ def _media_readers(
     most = limits.get("video", 0)
     if most and not takes_videos(vision):
         raise ValueError(
-            f"--vllm_limit_mm_per_prompt {limits}: vLLM takes videos of Qwen3-VL alone in this version. Set "
+            f"--vllm_limit_mm_per_prompt {limits}: vLLM takes videos of Qwen3-VL and Qwen3.5 alone. Set "
             "--infer_backend transformers, or remove video."
         )
     return images, VideoReader(vision, most), audios

@@ -139,10 +139,10 @@ def takes_images(model_type: str) -> bool:
     return family is None or not family.has_blocks
 
 
-def check_model(flag: str, config: HfConfig, *, has_images: bool = False, trusts_code: bool = False) -> None:
+def check_model(flag: str, config: HfConfig, *, has_images: bool = False) -> None:
     """Raise ValueError, naming the flag, for a model with which vLLM does not answer in this version.
 
-    has_images: prompts have some. trusts_code: vLLM may run the code of the checkpoint
+    has_images: prompts have some
     """
     model_type = config.get("model_type") or ""
     if not torch.cuda.is_available():
@@ -152,10 +152,10 @@ def check_model(flag: str, config: HfConfig, *, has_images: bool = False, trusts
             f"{flag}: vLLM has no class for {model_type} after 0.23, and keeps no states of its {mixers}. Use "
             "transformers."
         )
-    if model_type == "kimi_vl" and not trusts_code:
+    if model_type == "kimi_vl":
         raise ValueError(
-            f"{flag}: vLLM reads the images of {model_type} by the checkpoint's own code. Set --vllm_engine_kwargs "
-            """'{"trust_remote_code": true}' if you trust it."""
+            f"{flag}: vLLM reads the images of {model_type} by the checkpoint's own code, which is never run here. "
+            "Serve the saved folder by vLLM itself."
         )
     if model_type.endswith("_thinker"):
         raise ValueError(

@@ -17,9 +17,13 @@ from tests import tiny
     [
         ("qwen3_vl", True, None),
         ("glm4v_moe", False, None),
-        ("glm4v_moe", True, "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL alone"),
+        ("glm4v_moe", True, "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL"),
         ("qwen3_omni_moe", False, None),
-        ("qwen3_omni_moe", True, "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL alone"),
+        (
+            "qwen3_omni_moe",
+            True,
+            "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL",
+        ),
         (
             "qwen3_omni_moe_thinker",
             False,
