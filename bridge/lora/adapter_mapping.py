@@ -192,7 +192,7 @@ def adapted_modules(folder: Path, names: Iterable[str]) -> list[str]:
 def _by_module(entries: ParamTable, architecture: Architecture) -> ParamTable:
     """Return the table with transformers' names of modules and stacked experts, which PEFT's files have.
 
-    PEFT takes separate adapters for experts with a gate alone.
+    PEFT reads adapters of single experts only where experts have a gate.
     """
 
     def rename(name: str) -> str:

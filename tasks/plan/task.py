@@ -43,7 +43,7 @@ class TaskWork:
     forwards: int = 0
     outputs: int | None = None  # size of a score head in place of the output layer
     documents: int = 1  # the number in a sample that is not packed
-    completions: int | None = None  # of a step, whose packs are padded to those of a layout; None: packs divide it
+    completions: int | None = None  # number in a step whose packs a run pads to its layout; None: nothing is padded
 
     @classmethod
     def of(cls, options: SftOptions) -> "TaskWork":

@@ -193,7 +193,7 @@ def test_bad_media_name_row_and_file(model, pictures, tmp_path):
         ask(model, [good, good | {"images": [str(broken)]}], tmp_path)
     video = {"query": "<video>what?", "videos": [pictures[1]]}
     if "qwen2_5" in (model / "config.json").read_text():
-        with pytest.raises(ValueError, match=r"--infer_backend vllm: takes videos of Qwen3-VL"):
+        with pytest.raises(ValueError, match=r"takes videos of Qwen3-VL and Qwen3\.5 alone"):
             ask(model, [video], tmp_path, infer_backend="vllm")
 
 

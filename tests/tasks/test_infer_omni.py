@@ -129,7 +129,7 @@ def test_an_adapter_of_both_towers_answers_as_with_peft(model, files, tmp_path):
 
 
 def test_what_is_refused(model, files, tmp_path):
-    with pytest.raises(ValueError, match="--infer_backend vllm: takes videos of Qwen3-VL"):
+    with pytest.raises(ValueError, match=r"--infer_backend vllm: takes videos of Qwen3-VL and Qwen3\.5 alone"):
         ask(model, rows_of(files)[3:4], tmp_path, infer_backend="vllm")
 
 

@@ -22,11 +22,11 @@ from tests.bridge.families.test_families import one_process  # noqa: F401  (a fi
 from tests.prepared import ROOT
 
 NEW_TOKENS, RANK = 16, 8
-# Of the two best logits, over the standard deviation of all: where they are closer, rounding to fp16 may choose the
-# other. It moves logits by about 0.015 of it.
+# Largest gap between the two best logits, over the standard deviation of all, at which rounding to fp16 may choose the
+# other one. It moves the logits by about 0.015 of the standard deviation.
 NEAR_TIE = 0.1
 SHAPE = {"hidden_size": 256, "head_dim": 64}  # vLLM's attention on GPUs takes few sizes of heads
-ROUTING = {"num_experts_per_tok": 8}  # of 8: else rounding would send some tokens to other experts
+ROUTING = {"num_experts_per_tok": 8}  # all: otherwise rounding would send some tokens to other experts
 ROPE = {
     "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25,
     "mrope_section": [4, 2, 2], "mrope_interleaved": True,

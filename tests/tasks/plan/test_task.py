@@ -118,7 +118,7 @@ def test_completions_fill_packs(options_of) -> None:
     plans = [plan_run(options_of(few), world) for world in (4, 8)]
     four, eight = (memory_of_rank(plan.work, plan.layout) for plan in plans)
     assert [plan.work.global_batch for plan in plans] == [4, 4]
-    assert [plan.work.batch for plan in plans] == [64, 64]  # which a layout divides
+    assert [plan.work.batch for plan in plans] == [64, 64]  # a layout divides the completions
     assert eight.activations == four.activations > 0
 
 

@@ -11,19 +11,17 @@ from megaswift.templates.media.families import FAMILIES
 
 from tests import tiny
 
+VIDEOS = "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL and Qwen3.5 alone"
+
 
 @pytest.mark.parametrize(
     ("model_type", "has_videos", "said"),
     [
         ("qwen3_vl", True, None),
         ("glm4v_moe", False, None),
-        ("glm4v_moe", True, "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL"),
+        ("glm4v_moe", True, VIDEOS),
         ("qwen3_omni_moe", False, None),
-        (
-            "qwen3_omni_moe",
-            True,
-            "--use_vllm true: the data has videos, and vLLM takes those of Qwen3-VL",
-        ),
+        ("qwen3_omni_moe", True, VIDEOS),
         (
             "qwen3_omni_moe_thinker",
             False,
