@@ -46,14 +46,13 @@ SAME_FAMILY: dict[str, tuple[str, dict]] = {
     "GLM-4.6V": ("GLM-4.5V", {}),
     "Moonlight-16B-A3B-Instruct": ("Moonlight-16B-A3B", {}),
     "MiniMax-M2.7": ("MiniMax-M2", {}),
+    "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {}),
 }
 OMNI_MODELS = {"Qwen3-Omni-30B-A3B-Instruct": QWEN3_OMNI_30B_A3B, "Qwen2.5-Omni-7B": QWEN2_5_OMNI_7B}
 # Models without a family here: their classes, and whether they take images or audio.
 LACKING = {
     "InternVL3_5": ("InternVLChatModel", "internvl_chat", True),
-    "gemma-4": ("Gemma4ForConditionalGeneration", "gemma4", True),
     "DeepSeek-V4": ("DeepseekV4ForCausalLM", "deepseek_v4", False),
-    "NVIDIA-Nemotron": ("NemotronHForCausalLM", "nemotron_h", False),
 }
 MODEL_FLAGS = ("--model", "--ref_model", "--teacher_model", "--reward_model")
 
