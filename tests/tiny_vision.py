@@ -338,35 +338,46 @@ def _gemma4(folder: Path, seed: int, kind: str, vision: dict[str, Any], further:
     """kind: beginning of the names of transformers' classes; further: settings of the language model"""
     import transformers
 
-    module = f"{kind.lower().replace('unified', '_unified')}"
-    videos = import_module(f"transformers.models.{module}.video_processing_{module}")
-
-    def of_kind(name: str) -> Any:
-        return getattr(transformers, kind + name)
-
-    vocabulary = tokenizer(GEMMA4_SPECIAL, eos="<turn|>", **GEMMA4_NAMES)
     patch = 4
-    processor = of_kind("Processor")(
-        of_kind("AudioFeatureExtractor")(),
-        of_kind("ImageProcessor")(patch_size=patch, max_soft_tokens=70),
-        vocabulary,
-        getattr(videos, f"{kind}VideoProcessor")(patch_size=patch),
-        chat_template=GEMMA4_TEMPLATE,
-        image_seq_length=70,
-    )
+    processor = gemma4_processor(kind, patch, 70)
     text = {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision", "bos_token_id": 2}
     settings = _text(gemma4_text.ROPES) | gemma4_text.SETTINGS | text | {"eos_token_id": 5} | (further or {})
     if further:
         settings["vocab_size_per_layer_input"] = settings["vocab_size"]
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=settings, vision_config=vision | {"patch_size": patch}, **gemma4_ids(processor.tokenizer)
+    )
+    return _save(folder, getattr(transformers, f"{kind}ForConditionalGeneration"), config, processor, seed)
+
+
+def gemma4_processor(kind: str, patch: int, tokens: int) -> Any:
+    """Return a processor of Gemma 4.
+
+    Args:
+        kind: beginning of the names of transformers' classes: Gemma4 or Gemma4Unified
+        patch: side of a patch, in pixels
+        tokens: largest number of tokens of an image
+    """
+    import transformers
+
+    module = f"{kind.lower().replace('unified', '_unified')}"
+    videos = import_module(f"transformers.models.{module}.video_processing_{module}")
+    vocabulary = tokenizer(GEMMA4_SPECIAL, eos="<turn|>", **GEMMA4_NAMES)
+    return getattr(transformers, f"{kind}Processor")(
+        getattr(transformers, f"{kind}AudioFeatureExtractor")(),
+        getattr(transformers, f"{kind}ImageProcessor")(patch_size=patch, max_soft_tokens=tokens),
+        vocabulary,
+        getattr(videos, f"{kind}VideoProcessor")(patch_size=patch),
+        chat_template=GEMMA4_TEMPLATE,
+        image_seq_length=tokens,
+    )
+
+
+def gemma4_ids(vocabulary: Any) -> dict[str, int]:
+    """Return the entries of config.json for the tokens of images, audio and videos."""
     names = {f"{name}_id": vocabulary.convert_tokens_to_ids(token) for name, token in GEMMA4_NAMES.items()}
     names["eoa_token_index"] = names.pop("eoa_token_id")
-    config = of_kind("Config")(
-        text_config=settings,
-        vision_config=vision | {"patch_size": patch},
-        video_token_id=vocabulary.convert_tokens_to_ids("<|video|>"),
-        **names,
-    )
-    return _save(folder, of_kind("ForConditionalGeneration"), config, processor, seed)
+    return names | {"video_token_id": vocabulary.convert_tokens_to_ids("<|video|>")}
 
 
 def llava(folder: Path, seed: int = 0) -> Path:

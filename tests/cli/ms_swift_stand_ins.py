@@ -164,6 +164,13 @@ def write_processor(folder: Path) -> None:
         side = settings["vision_config"]["image_size"]
         tiny_vision_tiles.llama4_processor(side).save_pretrained(folder)
         return
+    if settings["model_type"].startswith("gemma4"):
+        kind = {"gemma4": "Gemma4", "gemma4_unified": "Gemma4Unified"}[settings["model_type"]]
+        processor = tiny_vision.gemma4_processor(kind, settings["vision_config"]["patch_size"], 280)
+        processor.save_pretrained(folder)
+        ids = tiny_vision.gemma4_ids(processor.tokenizer)
+        (folder / "config.json").write_text(json.dumps(settings | ids))
+        return
     tokenizer = tiny_vision.tokenizer()
     tokenizer.chat_template = tiny_vision.QWEN3_VL_TEMPLATE
     tokenizer.save_pretrained(folder)
