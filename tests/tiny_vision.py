@@ -35,7 +35,7 @@ from tests.tiny_vision_text import (
     tokenizer,
 )
 from tests.tiny_vision_text import VOCABULARY as VOCABULARY
-from tests.tiny_vision_tiles import internvl, llama4, llava_onevision, ovis2
+from tests.tiny_vision_tiles import internvl, internvl_chat, llama4, llava_onevision, ovis2
 
 
 def picture(width: int, height: int, seed: int = 0):
@@ -421,6 +421,7 @@ FAMILIES = {
     "kimi_vl": kimi_vl,
     "kimi_k25": kimi_k25,
     "internvl": internvl,
+    "internvl_chat": internvl_chat,
     "llama4": llama4,
     "llava_onevision": llava_onevision,
     "ovis2": ovis2,

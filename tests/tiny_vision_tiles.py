@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from tests import internvl_chat as internvl_names
 from tests.tiny_vision_files import _save, _text
 from tests.tiny_vision_text import (
     INTERN_NAMES,
@@ -48,6 +49,11 @@ def internvl(folder: Path, seed: int = 0) -> Path:
         tie_word_embeddings=False,
     )
     return _save(folder, InternVLForConditionalGeneration, config, processor, seed)
+
+
+def internvl_chat(folder: Path, seed: int = 0) -> Path:
+    """Write the tiny InternVL likewise, under the names of InternVLChatModel."""
+    return internvl_names.rename(internvl(folder, seed), most_tiles=6)
 
 
 def ovis2(folder: Path, seed: int = 0) -> Path:

@@ -48,7 +48,7 @@ TOWER_MODULE = re.compile(
     r"visual_embeddings_table|embed_vision|"
     r"vision_model(?=\.)|"
     r"audio_tower\.(?:layers\.\d+|\w+)|"
-    r"multi_modal_projector(?=\.mm_)|multi_modal_projector\.\w+|mm_projector(?:\.proj)?\.\w+)"
+    r"multi_modal_projector(?=\.mm_)|multi_modal_projector\.\w+|mlp1\.\d+|mm_projector(?:\.proj)?\.\w+)"
 )
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
 IGNORED_WEIGHTS = re.compile(r".+\.base_layer\.weight")  # PEFT saves an embedding's weight with its adapter

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..families.thinker import lift_thinker
+from ..families.config_file import lift_config
 from ..mapping.architecture import HfConfig
 from ..option_groups import flag_value
 from ..options import ModelOptions
@@ -220,7 +220,7 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
         raise ValueError(f"{path} is not valid JSON ({error}): copy it again from the original checkpoint") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply: copy it again from the original checkpoint") from None
-    config = lift_thinker(config)
+    config = lift_config(config)
     if fault := _find_fault(config):
         raise ValueError(f"{path} {fault}. Fix it, or use the file of the original checkpoint")
     layers = (config.get("text_config") or config).get("num_hidden_layers") or 0

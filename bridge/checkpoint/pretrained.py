@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..families import family_of
-from ..families.thinker import lift_thinker
+from ..families.config_file import lift_config
 from ..mapping.architecture import Architecture, HfConfig
+from . import internvl_chat
 from .hub import has_weights, no_weights_message, read_config
 
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tokenization*.py"]
@@ -47,11 +48,16 @@ def load_config(folder: Path, *, flag: str = "--model") -> Any:
     """Load transformers' config from a checkpoint folder. Raises ValueError naming `flag` and the fix."""
     from transformers import AutoConfig
 
+    hf_config = read_config(folder)
+    is_chat = hf_config.get("model_type") == internvl_chat.CHAT
     try:
-        config = AutoConfig.from_pretrained(folder, **_NO_CODE)
+        kind = internvl_chat.register_in_transformers() if is_chat else AutoConfig
+        config = kind.from_pretrained(folder, **_NO_CODE)
     except Exception as error:  # transformers' validators raise many types
         raise _unusable(folder, flag, error) from error
-    architecture, text_config = _describe(read_config(folder)), config.get_text_config()
+    if is_chat:
+        internvl_chat.set_image_token(config, load_tokenizer(folder))
+    architecture, text_config = _describe(hf_config), config.get_text_config()
     if text_config is not config and architecture is not None:
         # AutoModelForCausalLM may build the text model's class, which ignores the outer value.
         text_config.tie_word_embeddings = architecture.tied
@@ -172,7 +178,7 @@ def _causal_class(config: Any) -> Any:
 def _has_tower(hf_config: HfConfig) -> bool:
     """Return whether a family here has the vision tower of a model."""
     try:
-        hf_config = lift_thinker(hf_config)
+        hf_config = lift_config(hf_config)
         return family_of(hf_config).has_tower(hf_config)
     except ValueError:
         return False

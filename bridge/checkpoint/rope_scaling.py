@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from ..families import family_of
-from ..families.thinker import lift_thinker, lower_thinker
+from ..families.config_file import lift_config, lower_config
 from ..mapping.architecture import HfConfig
 from ..options import ModelOptions
 
@@ -102,8 +102,8 @@ def scaled_folder(folder: Path, options: ModelOptions) -> Path:
     """
     if not options.rope_scaling and options.max_model_len is None:
         return folder
-    config = lift_thinker(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    scaled = lower_thinker(scale_rope(config, options))
+    config = lift_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    scaled = lower_config(scale_rope(config, options))
     return _linked_folder(folder.absolute(), json.dumps(scaled, indent=2, ensure_ascii=False))
 
 

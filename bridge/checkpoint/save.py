@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 
 from .. import runtime
-from ..families.thinker import lower_thinker
+from ..families.config_file import lower_config
 from ..lora.merge import merge_functions
 from ..mapping.architecture import Architecture, HfConfig
 from ..mapping.local_params import collect_params, local_experts, shard_group, shard_position
@@ -398,7 +398,7 @@ def _write_config(
         config["text_config"].pop("quantization_config", None)
     if quantization:
         config["quantization_config"] = quantization
-    config = lower_thinker(config)
+    config = lower_config(config)
     original = (source / "config.json").read_text(encoding="utf-8")
     is_unchanged = json.loads(original) == config
     with (destination / "config.json").open("w", encoding="utf-8") as stream:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ..families import family_of
+from ..families.vlm_text import is_of_tower
 from ..mapping.architecture import HfConfig
 from .distributed import has_mcore_tower, read_distributed_settings
 from .hub import ADAPTER_WEIGHTS, has_weights, is_mcore_checkpoint
@@ -21,13 +22,10 @@ FIRST_TENSORS = (
     "vision_tower.embeddings.patch_embeddings.projection.weight",
     "vision_tower.transformer.embeddings.patch_embedding.weight",
     "vision_model.patch_embedding.linear.weight",
+    "vision_model.embeddings.patch_embedding.weight",
     "vision_tower.patch_embedder.input_proj.weight",
     "vision_embedder.patch_dense.weight",
 )
-# In names of modules.
-TOWER_PARTS = "visual.", "vision_tower.", "vision_model.", "audio_tower."
-TOWER_PARTS += "multi_modal_projector.", "mm_projector.", "image_newline", "visual_embeddings_table.", "embed_vision."
-TOWER_PARTS += ("vision_embedder.",)
 
 
 def has_tower(folder: Path, hf_config: HfConfig) -> bool:
@@ -52,4 +50,4 @@ def adapts_tower(adapter: Path) -> bool:
         modules = list(SafetensorsFolder(adapter).tensors)
     else:
         modules = list(read_distributed_settings(adapter).targets)
-    return any(part in module for module in modules for part in TOWER_PARTS)
+    return any(map(is_of_tower, modules))

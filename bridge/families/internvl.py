@@ -1,20 +1,33 @@
-"""InternVL 3 and 3.5 in transformers' naming: InternViT's tower beside Qwen's decoders.
+"""InternVL 3 and 3.5: InternViT's tower beside Qwen's decoders (https://arxiv.org/abs/2508.18265).
 
-Images are cut into tiles of one size, which attend by themselves, each with a class token.
+Images are cut into tiles of one size, which attend by themselves, each with a class token. Checkpoints have the naming
+of transformers, or that of InternVLChatModel, whose code comes with them: here it is read and written, and never run.
 """
 
-from ..mapping.architecture import HfConfig, Projector, Vision
+from dataclasses import replace
+
+from ..mapping.architecture import Architecture, HfConfig, Projector, Vision
 from ..mapping.param_mapping import Family, ParamMapping
 from .decoder import check_supported
-from .vision_tower import ACTIVATIONS, REPLICATED_Q_K_V, TowerTable
+from .vision_tower import ACTIVATIONS, REPLICATED_Q_K_V, REPLICATED_QKV, TowerTable
 from .vlm_text import (
     PROJECTOR,
     TOWER,
+    TOWER_AND_PROJECTOR,
+    nested_text_config,
+    text_config,
     vision_config,
     with_nested_text,
 )
 
-ARCHITECTURE = "InternVLForConditionalGeneration"
+ARCHITECTURE, CHAT_ARCHITECTURE = "InternVLForConditionalGeneration", "InternVLChatModel"
+CHAT = "internvl_chat"  # model_type of config.json
+CHAT_TOWER_TYPE = "intern_vit_6b"  # model_type of its vision_config, of towers of every size
+CHAT_TEXT = "llm_config"  # its name of text_config
+CHAT_TOWER, CHAT_PROJECTOR = "vision_model.", "mlp1."
+# Its names of the tower's settings, and of settings outside.
+CHAT_VISION_NAMES = {"qkv_bias": "attention_bias", "qk_normalization": "use_qk_norm", "dropout": "hidden_dropout_prob"}
+CHAT_NAMES = {"select_layer": "vision_feature_layer"}
 VISION_DEFAULTS: HfConfig = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,
@@ -37,16 +50,70 @@ SUPPORTED = {
     "attention_dropout": (0,),
     "projection_dropout": (0,),
 }
-LIMITS = (f"{ARCHITECTURE}: towers with use_qk_norm (InternViT-6B), videos, and the naming of InternVLChatModel",)
+LIMITS = (f"{ARCHITECTURE} and {CHAT_ARCHITECTURE}: towers with use_qk_norm (InternViT-6B), and videos",)
 
 
 def with_tower(family: Family) -> Family:
     """Return a family of language models that is also the text model of InternVL."""
-    return with_nested_text(family, ARCHITECTURE, vision=vision, vision_mappings=vision_mappings, limits=LIMITS)
+    nested = with_nested_text(family, ARCHITECTURE, vision=vision, vision_mappings=vision_mappings, limits=LIMITS)
+
+    def architecture(config: HfConfig) -> Architecture:
+        decoder = nested.architecture(config)
+        if not _is_chat(config):
+            return decoder
+        # Of files, whose names modules have too, and of transformers' model, in adapters that leave out the tower.
+        pattern = rf"{CHAT_TOWER[:-1]}\.|{CHAT_PROJECTOR[:-1]}\.|{TOWER_AND_PROJECTOR}"
+        return replace(decoder, passthrough=pattern, module_names=())
+
+    return replace(
+        nested,
+        architectures=(*nested.architectures, CHAT_ARCHITECTURE),
+        architecture=architecture,
+        # The language model of InternVLChatModel is a causal model, which follows its own settings.
+        text_config=lambda config: (
+            text_config(config, use_inner_tie=True) if _is_chat(config) else nested_text_config(config)
+        ),
+    )
+
+
+def lift_language_model(config: HfConfig) -> HfConfig:
+    """Return a config.json of InternVLChatModel with `text_config` in place of `llm_config`; others as they are."""
+    if not isinstance(config, dict) or config.get("model_type") != CHAT or "text_config" in config:
+        return config
+    return {"text_config" if name == CHAT_TEXT else name: value for name, value in config.items()}
+
+
+def lower_language_model(config: HfConfig) -> HfConfig:
+    """Return the config.json that `lift_language_model` has lifted, with what has been changed since."""
+    if config.get("model_type") != CHAT:
+        return config
+    return {CHAT_TEXT if name == "text_config" else name: value for name, value in config.items()}
+
+
+def _is_chat(config: HfConfig) -> bool:
+    return (config.get("vision_config") or {}).get("model_type") == CHAT_TOWER_TYPE
+
+
+def usual_settings(hf_config: HfConfig) -> HfConfig:
+    """Return a lifted config.json of InternVLChatModel with transformers' names of settings.
+
+    Raises ValueError for settings that transformers' class does not have.
+    """
+    tower = {CHAT_VISION_NAMES.get(name, name): value for name, value in hf_config["vision_config"].items()}
+    tower.pop("model_type")
+    side = _side(VISION_DEFAULTS | tower, "image_size")
+    # Squares of patches are put together in the order of v2: v1 transposes them.
+    check_supported({"ps_version": "v1"} | hf_config, {"ps_version": ("v2",), "use_thumbnail": (True,)})
+    check_supported(hf_config, {"force_image_size": (side,)})
+    settings = {CHAT_NAMES.get(name, name): value for name, value in hf_config.items()}
+    tie = hf_config["text_config"].get("tie_word_embeddings", False)
+    return settings | {"vision_config": tower, "tie_word_embeddings": tie}
 
 
 def vision(hf_config: HfConfig, text_defaults: HfConfig) -> Vision:
     """Return the tower of a raw config.json. text_defaults: of the text model's class"""
+    if _is_chat(hf_config):
+        hf_config = usual_settings(hf_config)
     config = vision_config(hf_config, VISION_DEFAULTS)
     check_supported(config, SUPPORTED | {"hidden_act": ACTIVATIONS, "norm_type": ("layer_norm", "rms_norm")})
     check_supported(
@@ -94,7 +161,7 @@ def _side(config: HfConfig, key: str) -> int:
 
 
 def vision_mappings(vision: Vision) -> list[ParamMapping]:
-    tower, projector = TowerTable(vision), TowerTable(vision)
+    tower, projector, chat_tower, chat_projector = (TowerTable(vision) for _ in range(4))
     tower.add("embeddings.cls_token", "class_token.weight")
     tower.add("embeddings.position_embeddings", "position_embeddings.weight")
     tower.linear("embeddings.patch_embeddings.projection", "patch_embed", bias=True)
@@ -106,9 +173,23 @@ def vision_mappings(vision: Vision) -> list[ParamMapping]:
     qkv = hf + "attention.{part}_proj"
     tower.linear(qkv, mcore + "linear_qkv", REPLICATED_Q_K_V, layers, bias=vision.qkv_bias)
     tower.linear(hf + "attention.projection_layer", mcore + "linear_proj", layers=layers, bias=True)
-    tower.linear(hf + "mlp.fc1", mcore + "linear_fc1", layers=layers, bias=True)
-    tower.linear(hf + "mlp.fc2", mcore + "linear_fc2", layers=layers, bias=True)
-    projector.norm("layer_norm", "merger.norm", kind="LayerNorm")
-    projector.linear("linear_1", "merger.linear_fc1", bias=True)
-    projector.linear("linear_2", "merger.linear_fc2", bias=True)
-    return tower.under(TOWER, "model." + TOWER) + projector.under(PROJECTOR, "model." + PROJECTOR)
+    chat_tower.add("embeddings.class_embedding", "class_token.weight")
+    chat_tower.add("embeddings.position_embedding", "position_embeddings.weight")
+    chat_tower.linear("embeddings.patch_embedding", "patch_embed", bias=True)
+    chat = "encoder.layers.{layer}."
+    chat_tower.norm(chat + "norm1", mcore + "norm1", layers)
+    chat_tower.norm(chat + "norm2", mcore + "norm2", layers)
+    chat_tower.add(chat + "ls1", mcore + "scale1", layers=layers)
+    chat_tower.add(chat + "ls2", mcore + "scale2", layers=layers)
+    chat_tower.linear(chat + "attn.qkv", mcore + "linear_qkv", REPLICATED_QKV, layers, bias=vision.qkv_bias)
+    chat_tower.linear(chat + "attn.proj", mcore + "linear_proj", layers=layers, bias=True)
+    for table, prefix in ((tower, hf), (chat_tower, chat)):
+        table.linear(prefix + "mlp.fc1", mcore + "linear_fc1", layers=layers, bias=True)
+        table.linear(prefix + "mlp.fc2", mcore + "linear_fc2", layers=layers, bias=True)
+    for table, names in ((projector, ("layer_norm", "linear_1", "linear_2")), (chat_projector, ("0", "1", "3"))):
+        norm, fc1, fc2 = names
+        table.norm(norm, "merger.norm", kind="LayerNorm")
+        table.linear(fc1, "merger.linear_fc1", bias=True)
+        table.linear(fc2, "merger.linear_fc2", bias=True)
+    mappings = tower.under(TOWER, "model." + TOWER) + projector.under(PROJECTOR, "model." + PROJECTOR)
+    return mappings + chat_tower.under(CHAT_TOWER) + chat_projector.under(CHAT_PROJECTOR)

@@ -8,12 +8,20 @@ from ..mapping.param_mapping import Family, ParamMapping
 
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 TOWER_AND_PROJECTOR = r"(model\.)?(vision_tower|multi_modal_projector)\."  # `Architecture.passthrough`
+# What names of tensors and modules of vision and audio towers, and of what follows these, have.
+TOWER_PARTS = "visual.", "vision_tower.", "vision_model.", "audio_tower.", "multi_modal_projector.", "mm_projector."
+TOWER_PARTS += "image_newline", "visual_embeddings_table.", "embed_vision.", "vision_embedder.", "mlp1."
 # `Architecture.module_names`, where files have the whole text model in language_model.
 NESTED_MODULES = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.lm_head", "lm_head"),
     *((rf"^{name[:-1]}\.", f"model.{name}") for name in (TOWER, PROJECTOR)),
 )
+
+
+def is_of_tower(name: str) -> bool:
+    """Return whether a tensor or module of a checkpoint belongs to a vision or audio tower."""
+    return any(part in name for part in TOWER_PARTS)
 
 
 def text_config(config: HfConfig, *, use_inner_tie: bool = False) -> HfConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...bridge.checkpoint.hub import ADAPTER_WEIGHTS, base_model_name, mcore_folder, read_adapter_config, read_config
 from ...bridge.families import family_of
+from ...bridge.families.vlm_text import is_of_tower
 from ...bridge.lora.adapter_mapping import AdapterPlan, adapted_modules, plan_adapters
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.mapping.param_mapping import expand_mappings
@@ -285,7 +286,8 @@ def check_fits(settings: LoraSettings, model: HfConfig, options: ModelOptions, s
         return None
     family = family_of(model)
     try:
-        architecture = family.describe(model)
+        adapts_tower = any(map(is_of_tower, settings.targets))
+        architecture = family.describe(model, vision=adapts_tower and family.has_tower(model))
         hidden = architecture.transformer["hidden_size"]
         if settings.rank > hidden:
             raise ValueError(

@@ -4,9 +4,15 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...bridge.checkpoint.vision import adapts_tower
+from ...bridge.families.internvl import CHAT, CHAT_ARCHITECTURE
+
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+# Modules of the language model of InternVLChatModel, and of transformers' class.
+CHAT_MODULES = {r"^language_model\.model\.": "model.language_model.", r"^language_model\.lm_head": "lm_head"}
 
 
 def attach_adapter(model: "PreTrainedModel", adapter: Path, base: Path) -> "PeftModel":
@@ -14,12 +20,20 @@ def attach_adapter(model: "PreTrainedModel", adapter: Path, base: Path) -> "Peft
     from peft import PeftModel, set_peft_model_state_dict
     from peft.utils import load_peft_weights
 
+    if model.config.model_type == CHAT and adapts_tower(adapter):
+        raise ValueError(
+            f"--adapters {adapter}: has adapters of the vision tower, whose layers are others in transformers than in "
+            f"{CHAT_ARCHITECTURE}. Merge it by `megatron export --merge_lora true --to_hf true`, and set the result as "
+            "--model."
+        )
+    names = CHAT_MODULES if model.config.model_type == CHAT else None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys")
-            result = PeftModel.from_pretrained(model, str(adapter))
+            result = PeftModel.from_pretrained(model, str(adapter), key_mapping=names)
         # A second time, since from_pretrained does not report unused tensors.
-        load_result = set_peft_model_state_dict(result, load_peft_weights(str(adapter), device="cpu"))
+        weights = load_peft_weights(str(adapter), device="cpu", key_mapping=names)
+        load_result = set_peft_model_state_dict(result, weights)
     except Exception as error:  # PEFT and torch report mismatches by exceptions of many kinds
         reason = " ".join(str(error).split())
         raise ValueError(_mismatch(adapter, base, reason[:500])) from error

@@ -17,7 +17,6 @@ from ...templates.formats.medium import MediaKind
 from ...templates.json_types import JsonObject
 from ...templates.media.families import FAMILIES
 from ...templates.media.processor import VisionProcessor
-from ...templates.media.processor_files import token_id
 from ...templates.options import MediaOptions
 from ..options.groups import GenerationOptions
 from ..options.rollout import VllmOptions
@@ -54,6 +53,10 @@ def image_arguments(
             flag = f"--vllm_limit_mm_per_prompt {limits}" if limits else f"--vllm_mm_processor_cache_gb {cache:g}"
             raise ValueError(f"{flag}: the model takes no images. Remove it.")
         return {}
+    if family.processor == "internvl_chat":
+        from .vllm_internvl import register_in_vllm
+
+        register_in_vllm()
     overrides = _config_overrides(config)
     if most_images == most_videos == most_audios == 0 and not limits:  # texts alone
         return overrides
@@ -227,19 +230,19 @@ class PromptWriter:
             return request.tokens
         tokens, (placeholder, target) = list(request.tokens), self._image_tokens
         places = [place for place, token in enumerate(tokens) if token == placeholder]
-        for place in places[: len(request.images)]:  # a model has drawn those behind them
-            tokens[place] = target
+        for place in reversed(places[: len(request.images)]):  # a model has drawn those behind them
+            tokens[place : place + 1] = target
         return tokens
 
 
-def _image_tokens(folder: Path) -> tuple[int, int] | None:
-    """Return an image's placeholder and what vLLM replaces, the token of chat templates; None: they are the same."""
+def _image_tokens(folder: Path) -> tuple[int, list[int]] | None:
+    """Return an image's placeholder and what vLLM replaces, the text of chat templates; None: they are the same."""
     family = FAMILIES.get(read_config(folder).get("model_type", ""))
     if family is None or not family.template_image:
         return None
     tokenizer = load_tokenizer(folder)
     vision = VisionProcessor.open(folder, tokenizer, MediaOptions())
-    return vision and (vision.image_token_id, token_id(tokenizer, family.template_image))
+    return vision and (vision.image_token_id, tokenizer.encode(family.template_image, add_special_tokens=False))
 
 
 def _processor_arguments(request: Request) -> dict[str, Any]:

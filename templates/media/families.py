@@ -14,6 +14,7 @@ Processor = Literal[
     "qwen2_vl",
     "pixtral",
     "internvl",
+    "internvl_chat",
     "kimi_vl",
     "kimi_k25",
     "gemma3",
@@ -84,11 +85,10 @@ class VisionFamily:
     image: None: images are not supported
     has_blocks: the visual tokens of an image attend to each other in both directions
     processor: form of the processor: Qwen2-VL's; Pixtral's, which has tokens between the rows of an image; InternVL's,
-    which cuts images into tiles, or Llama 4's, which has tokens between tiles, or
-    Ovis2's, where these are visual tokens too, or
-    LLaVA-OneVision's, which puts the features of tiles together; Kimi-VL's and
-    Kimi-K2.5's, which pad images; Gemma 3's and LLaVA's, whose images have one size, to which LLaVA's crops them;
-    Gemma 4's, whose images all have about as many tokens
+        which cuts images into tiles, by settings of its own or, of internvl_chat, in config.json; Llama 4's, which has
+        tokens between tiles, or Ovis2's, where these are visual tokens too, or LLaVA-OneVision's, which puts the
+        features of tiles together; Kimi-VL's and Kimi-K2.5's, which pad images; Gemma 3's and LLaVA's, whose images
+        have one size, to which LLaVA's crops them; Gemma 4's, whose images all have about as many tokens
     template_image: text of an image in chat templates, which processors replace by the placeholder; "": it is there
     block_types: name of the types of tokens among the inputs of transformers' model, by which it finds these blocks
     has_bf16_pixels: pixels are normalized in bfloat16
@@ -140,6 +140,7 @@ GLM = VisionFamily(
 )
 MISTRAL = VisionFamily("norm1000", image=PIXTRAL_IMAGE, video=None, has_axes=False, processor="pixtral")
 INTERN = VisionFamily("norm1000", image=INTERN_IMAGE, video=None, has_axes=False, processor="internvl")
+INTERN_CHAT = replace(INTERN, processor="internvl_chat", template_image="<image>")
 KIMI = VisionFamily("norm1000", image=KIMI_IMAGE, video=None, has_axes=False, processor="kimi_vl")
 ONEVISION = VisionFamily(
     "norm1000", image=ONEVISION_IMAGE, video=ONEVISION_VIDEO, has_axes=False, processor="onevision"
@@ -205,6 +206,7 @@ FAMILIES = {
     "glm46v": GLM,
     "mistral3": MISTRAL,
     "internvl": INTERN,
+    "internvl_chat": INTERN_CHAT,
     "qwen3_asr": ASR,
     "kimi_vl": KIMI,
     "kimi_k25": KIMI_K25,

@@ -23,7 +23,15 @@ from .image_rules import (
     WholeSquareImages,
 )
 from .limits import MediaLimits
-from .tile_rules import InternImages, LlamaImages, LlamaTokens, OneVisionImages, OvisImages, OvisTokens
+from .tile_rules import (
+    InternChatImages,
+    InternImages,
+    LlamaImages,
+    LlamaTokens,
+    OneVisionImages,
+    OvisImages,
+    OvisTokens,
+)
 from .timestamps import Form as TimestampForm
 from .videos import VideoInfo, sample_even, sample_floor, sample_glm4v, sample_glm46v
 
@@ -43,6 +51,18 @@ LLAMA_TOKENS = "<|image_start|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y
 LLAMA_TOKENS += "<|image|>", "<|image_end|>"
 # Ovis2's, in the order of its visual_indicator_token_ids, and then a visual token: as in OvisTokens.
 OVIS_TOKENS = "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<IMG_ATOM>"
+# What goes before a chat template of texts alone: the blocks of a message become one text, with IMAGE for an image.
+FLAT_CONTENT = """\
+{%- set flat = namespace(messages=[], text='') %}
+{%- for message in messages %}
+{%- if message.content is string or not message.content %}{% set flat.messages = flat.messages + [message] %}
+{%- else %}{% set flat.text = '' %}
+{%- for item in message.content %}
+{%- set flat.text = flat.text + ('IMAGE\\n' if item.type == 'image' else item.text) %}
+{%- endfor %}{% set flat.messages = flat.messages + [dict(message, content=flat.text)] %}{% endif %}
+{%- endfor %}
+{%- set messages = flat.messages %}
+"""
 ONEVISION_FRAMES = 32  # most frames of a video: those that LLaVA-OneVision was trained with
 ONEVISION_RATIO = "anyres_max_9"  # LLaVA-OneVision's default of vision_aspect_ratio
 
@@ -72,12 +92,14 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 def load_processors(folder: Path, family: VisionFamily) -> tuple[Any, Any]:
     """Return transformers' image and video processor of a checkpoint, of which the settings are read; None: none.
 
-    Kimi-VL's are remote code: its settings are returned.
+    Kimi-VL's are remote code: its settings are returned. Those of InternVLChatModel are in config.json.
     """
     if family.image is None:
         return None, None
     if family.processor == "kimi_vl":
         return _kimi_settings(folder / PROCESSOR_FILES[0]), None
+    if family.processor == "internvl_chat":
+        return _intern_chat_processor(read_model(folder)), None
     has_videos = family.has_video_processor
     from transformers import AutoImageProcessor, AutoVideoProcessor
 
@@ -111,6 +133,23 @@ def _kimi_settings(file: Path) -> KimiSettings:
         )
     mean, std = (tuple(config[name]) for name in ("image_mean", "image_std"))
     return KimiSettings(mean, std, config["patch_size"], height, config["in_token_limit"])
+
+
+def _intern_chat_processor(config: Mapping[str, Any]) -> Any:
+    """Return transformers' processor with the settings of InternVLChatModel; its pixels have ImageNet's statistics."""
+    from transformers import GotOcr2ImageProcessor
+    from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+    side, is_tiled = config["vision_config"].get("image_size", 448), config.get("dynamic_image_size", True)
+    bounds = [config.get(name, 1) if is_tiled else 1 for name in ("min_dynamic_patch", "max_dynamic_patch")]
+    return GotOcr2ImageProcessor(
+        size={"height": side, "width": side},
+        crop_to_patches=is_tiled,
+        min_patches=bounds[0],
+        max_patches=bounds[1],
+        image_mean=IMAGENET_DEFAULT_MEAN,
+        image_std=IMAGENET_DEFAULT_STD,
+    )
 
 
 def _kimi_k25_rules(folder: Path, processor: Any) -> Kimi25Images:
@@ -182,7 +221,7 @@ def image_rules(
     match family.processor:
         case "pixtral":
             return _pixtral_rules(folder, processor, tokenizer)
-        case "internvl":
+        case "internvl" | "internvl_chat":
             return _internvl_rules(folder, processor, tokenizer)
         case "gemma3":
             return _gemma3_rules(folder, processor)
@@ -230,8 +269,8 @@ def _internvl_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> Inter
     merge = round(1 / model.get("downsample_ratio", 0.5))
     config = read_json(file) if file.is_file() else {}
     tokens, expected = config.get("image_seq_length", 256), (tile // patch // merge) ** 2
-    size = processor.size["height"], processor.size["width"]
-    if tokens != expected or size != (tile, other):
+    size, is_chat = (processor.size["height"], processor.size["width"]), model["model_type"] == "internvl_chat"
+    if not is_chat and (tokens != expected or size != (tile, other)):
         raise ValueError(
             f"{folder}: its processor has tiles of {size[0]} x {size[1]} pixels and {tokens} tokens, and config.json "
             f"has some of {tile} x {other} and {expected}. Copy these files from the original checkpoint."
@@ -239,7 +278,8 @@ def _internvl_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> Inter
     start, image, end = (
         token_id(tokenizer, getattr(tokenizer, name, None) or default) for name, default in TILE_TOKENS.items()
     )
-    return InternImages(processor, tile, patch, merge, (start, image, end))
+    kind = InternChatImages if is_chat else InternImages
+    return kind(processor, tile, patch, merge, (start, image, end))
 
 
 def _llama4_rules(folder: Path, processor: Any, tokenizer: Tokenizer) -> LlamaImages:
@@ -402,6 +442,8 @@ def chat_template(folder: Path, family: VisionFamily, tokenizer: Tokenizer, *, h
     template = template or tokenizer.chat_template
     if not isinstance(template, str) or family.image.repeated in template:
         return None
+    if family.processor == "internvl_chat" and family.template_image not in template:
+        return FLAT_CONTENT.replace("IMAGE", "".join(family.image)) + template
     return template.replace(family.template_image, "".join(family.image))
 
 

@@ -107,6 +107,14 @@ class InternImages(TiledImages):
         return {"min_patches": least, "max_patches": most}
 
 
+class InternChatImages(InternImages):
+    """The same rules, where images are served by the processor of InternVLChatModel."""
+
+    def processor_arguments(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        least, most = self._bounds(min_pixels, max_pixels)
+        return {"min_dynamic_patch": least, "max_dynamic_patch": most}
+
+
 class LlamaImages(TiledImages):
     """Rules of Llama 4's processor. An image is resized within a rectangle of tiles, whose rest on its right and below
     is black, and tokens separate its tiles.

@@ -13,8 +13,8 @@ import pytest
 import torch
 from megaswift.bridge.checkpoint.conversion_report import unmapped_reasons
 from megaswift.bridge.checkpoint.passthrough import passthrough_names
-from megaswift.bridge.checkpoint.vision import TOWER_PARTS
 from megaswift.bridge.families import family_of
+from megaswift.bridge.families.vlm_text import is_of_tower
 from megaswift.bridge.layers.rope import make_rotary_rule
 from megaswift.bridge.layers.tower_part import TowerPart
 from megaswift.bridge.mapping.architecture import Architecture, Layer
@@ -319,10 +319,6 @@ def test_vision_language_models_are_those_of_transformers(name):
     assert {key: tuple(shape) for key, shape in found.items()} == {k: s for k, s in saved.items() if k not in tower}
     assert all("visual." in key for key in tower)
     check_ropes(about, model.model.language_model.rotary_emb, theirs.text_config)
-
-
-def is_of_tower(name: str) -> bool:
-    return any(part in name for part in TOWER_PARTS)
 
 
 # The tower's last layer and the norm behind it, or that norm.

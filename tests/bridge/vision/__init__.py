@@ -171,6 +171,13 @@ def internvl_qwen3_moe() -> Any:
     return _internvl("qwen3_moe", experts, attention_bias=False)
 
 
+def internvl_chat_moe() -> Any:
+    """As InternVLChatModel's checkpoints have it, with biases of queries, keys and values."""
+    config = internvl_qwen3_moe()
+    config.vision_config.attention_bias = True
+    return config
+
+
 # Kimi-VL: the grid of position embeddings is larger than some images and smaller than others.
 VISION_MOON = {
     "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
@@ -369,6 +376,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "internvl_qwen2": internvl_qwen2,
     "internvl_qwen3": internvl_qwen3,
     "internvl_qwen3_moe": internvl_qwen3_moe,
+    "internvl_chat_moe": internvl_chat_moe,
     "kimi_vl": kimi_vl,
     "gemma3": gemma3,
     "gemma4": gemma4,

@@ -1,5 +1,6 @@
 """A tiny vision-language checkpoint, documents with images and a video, and what transformers makes of them."""
 
+import json
 import re
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,7 @@ from tests.bridge.vision import (
     VIDEO,
     VISION_ANYRES,
 )
+from tests.internvl_chat import chat_config, chat_names
 from tests.kimi_vl import KimiVLForConditionalGeneration
 from tests.tiny_vision import mean_of
 
@@ -368,6 +370,9 @@ def make(folder: Path, family: str) -> None:
         raise RuntimeError("no seed gives a routing without ties")
     model.save_pretrained(folder / "fp32")
     _write(folder / "fp32", _as_on_the_hub(load_file(folder / "fp32" / "model.safetensors"), family))
+    if family == "internvl_chat_moe":
+        file = folder / "fp32" / "config.json"
+        file.write_text(json.dumps(chat_config(json.loads(file.read_text()))))
     (loss / count).backward()
     rename = getattr(model, "by_names_in_files", partial(_by_names_in_files, model))
     # The last layer of LLaVA's tower, or the norm behind it, is not used.
@@ -382,6 +387,8 @@ def _as_on_the_hub(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]
     """Return tensors by the names and in the form of the hub, which transformers gives only some of those it saves."""
     if family == "kimi_k25":
         return {tiny_kimi_k25.name_on_the_hub(name): tensor for name, tensor in tensors.items()}
+    if family == "internvl_chat_moe":
+        return chat_names(tensors)
     if family == "llama4":  # its class has the experts as the hub
         return tensors
     return {name: t.transpose(1, 2).contiguous() if STACKED.search(name) else t for name, t in tensors.items()}
