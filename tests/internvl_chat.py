@@ -29,6 +29,7 @@ NAMES = (
     (r"attention\.projection_layer", "attn.proj"),
     (r"attention\.q_proj", "attn.qkv"),
 )
+IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 OF_TOWER = "vision_tower|vision_model"
 JOINED = re.compile(rf"(?:{OF_TOWER}).*attention\.[kv]_proj")  # they are behind q_proj in attn.qkv
 # Names of the tower's settings.
@@ -37,10 +38,19 @@ KEPT = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act", "norm_type",
     "layer_norm_eps", "num_channels", "attention_dropout",
 )  # fmt: skip
+CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+CLASSES |= {"gpt_oss": "GptOssForCausalLM"}
 CODE = {
     "AutoConfig": "configuration_internvl_chat.InternVLChatConfig",
     "AutoModel": "modeling_internvl_chat.InternVLChatModel",
 }
+
+
+def set_statistics(folder: Path) -> None:
+    """Give the processor of transformers' model the mean and standard deviation of InternVLChatModel's pixels."""
+    file = folder / "processor_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"image_processor": settings["image_processor"] | IMAGENET}))
 
 
 def rename(folder: Path, most_tiles: int = 12) -> Path:
@@ -52,10 +62,14 @@ def rename(folder: Path, most_tiles: int = 12) -> Path:
     (folder / "configuration_internvl_chat.py").write_text("raise RuntimeError('code of a checkpoint was run')\n")
     for name in ("processor_config.json", "video_preprocessor_config.json"):
         (folder / name).unlink(missing_ok=True)
-    (folder / "preprocessor_config.json").write_text(
-        json.dumps({"feature_extractor_type": "CLIPFeatureExtractor", "size": 448, "do_center_crop": True})
-    )
+    write_processor(folder)
     return folder
+
+
+def write_processor(folder: Path) -> None:
+    """Write the settings of images as checkpoints have them, which their code does not read."""
+    settings = {"feature_extractor_type": "CLIPFeatureExtractor", "size": 448, "do_center_crop": True}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
 def chat_config(config: dict[str, Any], most_tiles: int = 12) -> dict[str, Any]:
@@ -65,14 +79,13 @@ def chat_config(config: dict[str, Any], most_tiles: int = 12) -> dict[str, Any]:
         value if isinstance(value, int) else value[0] for value in (tower["image_size"], tower["patch_size"])
     )
     vision = {SETTINGS.get(name, name): tower[name] for name in (*KEPT, *SETTINGS) if name in tower}
-    architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
     return {
         "architectures": ["InternVLChatModel"],
         "auto_map": CODE,
         "downsample_ratio": config.get("downsample_ratio", 0.5),
         "dynamic_image_size": True,
         "force_image_size": size,
-        "llm_config": {"architectures": [architecture[text["model_type"]]]}
+        "llm_config": {"architectures": [CLASSES[text["model_type"]]]}
         | text
         | {"tie_word_embeddings": config.get("tie_word_embeddings", False)},
         "max_dynamic_patch": most_tiles,

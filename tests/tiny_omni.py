@@ -44,7 +44,8 @@ SPEAKING = {
 }  # fmt: skip
 
 
-def _processor(kind: str, names: dict[str, str], patch: int) -> Any:
+def processor_of(kind: str, names: dict[str, str], patch: int) -> Any:
+    """Return a processor. kind: beginning of its class; names: of tokens; patch: side in pixels"""
     import transformers
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
@@ -60,7 +61,8 @@ def _processor(kind: str, names: dict[str, str], patch: int) -> Any:
     )
 
 
-def _token_ids(processor: Any, names: dict[str, str], suffix: str) -> dict[str, int]:
+def token_ids(processor: Any, names: dict[str, str], suffix: str) -> dict[str, int]:
+    """Return the thinker's settings of tokens. suffix: of their names, id or index"""
     places = {f"{kind}_token_{suffix}": f"{kind}_token" for kind in ("image", "video", "audio")}
     places |= {f"{kind}_start_token_id": f"{kind}_bos_token" for kind in ("vision", "audio")}
     return {key: processor.tokenizer.convert_tokens_to_ids(names[name]) for key, name in places.items()}
@@ -70,10 +72,10 @@ def qwen3_omni_moe(folder: Path, seed: int = 0, head_dim: int = 16, hidden_size:
     """Write a tiny Qwen3-Omni that speaks, with its processor, to a folder and return it."""
     from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
-    processor = _processor("Qwen3OmniMoe", QWEN3_NAMES, 16)
+    processor = processor_of("Qwen3OmniMoe", QWEN3_NAMES, 16)
     sections = [3 * head_dim // 16, 3 * head_dim // 16, head_dim // 8]
     rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": sections, "mrope_interleaved": True}
-    thinker = _token_ids(processor, QWEN3_NAMES, "id") | {
+    thinker = token_ids(processor, QWEN3_NAMES, "id") | {
         "position_id_per_seconds": 13,
         "text_config": _text(rope) | EXPERTS | {"head_dim": head_dim, "hidden_size": hidden_size},
         "vision_config": QWEN3_TOWER
@@ -98,10 +100,10 @@ def qwen2_5_omni(folder: Path, seed: int = 0, head_dim: int = 12) -> Path:
     """Write a tiny Qwen2.5-Omni that speaks, with its processor, to a folder and return it."""
     from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
-    processor = _processor("Qwen2_5Omni", QWEN2_5_NAMES, 14)
+    processor = processor_of("Qwen2_5Omni", QWEN2_5_NAMES, 14)
     sections = [head_dim // 6, head_dim // 12]
     rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [*sections, head_dim // 2 - sum(sections)]}
-    thinker = _token_ids(processor, QWEN2_5_NAMES, "index") | {
+    thinker = token_ids(processor, QWEN2_5_NAMES, "index") | {
         "position_id_per_seconds": 25,
         "text_config": _text(rope) | {"dtype": "float32", "hidden_size": 4 * head_dim},
         "vision_config": {

@@ -3,6 +3,7 @@
 from ..mapping.architecture import Architecture, HfConfig, Routing
 from ..mapping.param_mapping import COLUMN, REPLICATED, ROW, Family, ParamMapping, ShardingKind, Span
 from .decoder import ATTENTION, DEFAULTS, ENDS, attention_biases, describe_decoder, layer_mapping, sliding_layers
+from .internvl import with_tower
 
 YARN = {
     "rope_type": "yarn",
@@ -64,10 +65,10 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
     return ENDS + ATTENTION + attention_biases(config) + MOE
 
 
-FAMILY = Family(
+TEXT_FAMILY = Family(
     name="gpt_oss",
     architectures=("GptOssForCausalLM",),
-    models="gpt-oss-20b, gpt-oss-120b",
+    models="gpt-oss-20b, gpt-oss-120b; InternVL 3.5 (GPT-OSS-20B-A4B)",
     architecture=architecture,
     mappings=mappings,
     defaults=DEFAULTS
@@ -89,3 +90,4 @@ FAMILY = Family(
         "attention_bias": True,
     },
 )
+FAMILY = with_tower(TEXT_FAMILY)

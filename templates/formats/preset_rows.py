@@ -112,6 +112,11 @@ def latex_ocr(image: Json, text: str) -> JsonObject:
     return {"query": "Using LaTeX to perform OCR on the image.", "response": text, "images": [image]}
 
 
+def aishell(recording: Json, transcript: str) -> JsonObject:
+    """Return a recording with the order to write it down; the dataset has a blank between words."""
+    return {"query": "语音转文本", "response": transcript.replace(" ", ""), "audios": [recording]}
+
+
 def countdown(nums: list[int], target: int) -> JsonObject:
     query = (
         f"Using the numbers {nums}, create an equation that equals {target}.\n"

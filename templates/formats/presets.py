@@ -139,6 +139,12 @@ PRESETS = (
     DatasetPreset("AI-ModelScope/leetcode-solutions-python", convert=rows.leetcode),
     # Images
     DatasetPreset("AI-ModelScope/LaTeX_OCR", "linxy/LaTeX_OCR", subset="default", convert=rows.latex_ocr),
+    # Audio
+    DatasetPreset(
+        "speech_asr/speech_asr_aishell1_trainsets", subset="default",
+        columns={"Audio:FILE": "recording", "Text:LABEL": "transcript"}, convert=rows.aishell,
+        views={split: {"splits": (split,)} for split in ("train", "validation", "test")},
+    ),
     # Tools
     DatasetPreset("AI-ModelScope/function-calling-chatml", "Locutusque/function-calling-chatml",
                   convert=rows.function_calling_chatml),

@@ -3,13 +3,16 @@
 import json
 from pathlib import Path
 
-from tests import tiny_vision, tiny_vision_tiles
+import numpy as np
+
+from tests import internvl_chat, tiny_audio, tiny_omni, tiny_vision, tiny_vision_tiles
 from tests.bridge.families.published import MODELS
 from tests.bridge.omni.published import QWEN2_5_OMNI_7B, QWEN3_OMNI_30B_A3B
 from tests.cli.checks.test_export import mcore
 from tests.cli.checks.test_lora import write_adapter
 from tests.cli.conftest import write_model
 from tests.templates.conftest import QWEN3
+from tests.tiny_vision_text import INTERN_NAMES, INTERN_SPECIAL, INTERN_TEMPLATE
 
 FEW_EXPERTS = 16  # instead of hundreds, whose adapters would take seconds to plan
 # Model of a command -> published model of the same family, and what differs.
@@ -48,10 +51,18 @@ SAME_FAMILY: dict[str, tuple[str, dict]] = {
     "MiniMax-M2.7": ("MiniMax-M2", {}),
     "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {}),
 }
+INTERNVL = "InternVL3_5-8B-HF"  # its tower is that of these models, which have another language model
+CHAT_MODELS = {
+    "InternVL3_5-30B-A3B": "Qwen3-30B-A3B-Instruct-2507",
+    "InternVL3_5-GPT-OSS-20B-A4B-Preview": "gpt-oss-20b",
+}
 OMNI_MODELS = {"Qwen3-Omni-30B-A3B-Instruct": QWEN3_OMNI_30B_A3B, "Qwen2.5-Omni-7B": QWEN2_5_OMNI_7B}
+OMNI_PROCESSORS = {
+    "qwen3_omni_moe": ("Qwen3OmniMoe", tiny_omni.QWEN3_NAMES, 16, "id"),
+    "qwen2_5_omni": ("Qwen2_5Omni", tiny_omni.QWEN2_5_NAMES, 14, "index"),
+}
 # Models without a family here: their classes, and whether they take images or audio.
 LACKING = {
-    "InternVL3_5": ("InternVLChatModel", "internvl_chat", True),
     "DeepSeek-V4": ("DeepseekV4ForCausalLM", "deepseek_v4", False),
 }
 MODEL_FLAGS = ("--model", "--ref_model", "--teacher_model", "--reward_model")
@@ -123,6 +134,8 @@ def config(name: str) -> dict:
             )
     if name in OMNI_MODELS:
         return OMNI_MODELS[name]
+    if name in CHAT_MODELS:
+        return internvl_chat.chat_config(MODELS[INTERNVL].config | {"text_config": config(CHAT_MODELS[name])})
     published, changes = SAME_FAMILY.get(name, (name, {}))
     result = dict(MODELS[published].config)
     text = dict(result["text_config"]) if "text_config" in result else result
@@ -163,6 +176,19 @@ def write_processor(folder: Path) -> None:
     if settings["model_type"] == "llama4":
         side = settings["vision_config"]["image_size"]
         tiny_vision_tiles.llama4_processor(side).save_pretrained(folder)
+        return
+    if settings["model_type"] in OMNI_PROCESSORS:
+        kind, names, patch, suffix = OMNI_PROCESSORS[settings["model_type"]]
+        processor = tiny_omni.processor_of(kind, names, patch)
+        processor.save_pretrained(folder)
+        thinker = settings["thinker_config"] | tiny_omni.token_ids(processor, names, suffix)
+        (folder / "config.json").write_text(json.dumps(settings | {"thinker_config": thinker}))
+        return
+    if settings["model_type"] == "internvl_chat":
+        tokenizer = tiny_vision.tokenizer(INTERN_SPECIAL, **INTERN_NAMES)
+        tokenizer.chat_template = INTERN_TEMPLATE
+        tokenizer.save_pretrained(folder)
+        internvl_chat.write_processor(folder)
         return
     if settings["model_type"].startswith("gemma4"):
         kind = {"gemma4": "Gemma4", "gemma4_unified": "Gemma4Unified"}[settings["model_type"]]
@@ -219,6 +245,7 @@ ROWS = {
     "swift/new_special_tokens": MESSAGES,
     "ZhipuAI/LongWriter-6k": MESSAGES | {"length": 9},
     "AI-ModelScope/LaTeX_OCR": {"image": "formula.png", "text": "x ^ { 2 }"},
+    "speech_asr/speech_asr_aishell1_trainsets": {"Audio:FILE": "speech.wav", "Text:LABEL": "今天 天气"},
     "swift/RLAIF-V-Dataset": {
         "question": "What is it?", "chosen": "A formula.", "rejected": "A cat.", "image": "formula.png", "idx": 9,
     },
@@ -235,7 +262,8 @@ def write_datasets(root: Path, words: list[str], count: int = 64) -> None:
     """Write `count` rows for each dataset that a command names, in the dataset's own columns, under its name."""
     from tests.templates.formats.test_presets import ROWS as PRESET_ROWS
 
-    tiny_vision.picture(40, 30).save(root / "formula.png")
+    tiny_vision.picture(160, 40).save(root / "formula.png")
+    (root / "speech.wav").write_bytes(tiny_audio.wav(np.zeros(tiny_audio.RATE, np.float32)))
     for word in [*words, *ALPACA]:
         name, _, _ = word.partition("#")
         dataset_id, _, subset = name.partition(":")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.cli import main
 from megaswift.cli.checks.common import check_training
 from megaswift.cli.checks.export import check_export, check_export_layout
@@ -127,7 +128,7 @@ def sees(words: list[str]) -> bool:
     config = Path(words[words.index("--model") + 1]) / "config.json"
     generates = any(kind in words for kind in ("grpo", "gkd", "ppo"))
     is_read = not any(name in word for word in words for name in UNREAD)
-    return is_read and not generates and has_tower(json.loads(config.read_text()))
+    return is_read and not generates and has_tower(read_config(config.parent))
 
 
 def check(words: list[str], per_node: int, nodes: int) -> list[str]:

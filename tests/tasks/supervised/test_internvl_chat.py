@@ -15,7 +15,6 @@ from tests import internvl_chat, prepared, tiny_vision
 from tests.tasks.supervised.test_images import ALL, log, megatron, row, train, write
 
 pytestmark = pytest.mark.slow
-IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}  # of InternVLChatModel's images
 LORA = "--tuner_type lora --lora_rank 4"
 
 
@@ -23,9 +22,7 @@ LORA = "--tuner_type lora --lora_rank 4"
 def place(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("internvl")
     usual = tiny_vision.internvl(place / "usual")
-    file = usual / "processor_config.json"
-    settings = json.loads(file.read_text())
-    file.write_text(json.dumps(settings | {"image_processor": settings["image_processor"] | IMAGENET}))
+    internvl_chat.set_statistics(usual)
     shutil.copytree(usual, place / "chat")
     internvl_chat.rename(place / "chat", most_tiles=6)
     for number in range(9):

@@ -11,7 +11,7 @@ from megaswift.templates.dataset.sources import open_source, open_sources
 from megaswift.templates.dataset.tokenize import Encoder
 from megaswift.templates.formats.dataset_names import DatasetName
 from megaswift.templates.formats.media_rows import to_media_conversation
-from megaswift.templates.formats.medium import IMAGE
+from megaswift.templates.formats.medium import AUDIO, IMAGE
 from megaswift.templates.formats.presets import PRESETS, preset_of, preset_of_path
 from megaswift.templates.options import PrepareOptions, TemplateOptions
 from megaswift.templates.prepare import prepare
@@ -336,6 +336,18 @@ def test_placeholders_are_filled_in_named_rows(hub, make_tokenizer):
     source = open_source("hf::swift/self-cognition:qwen3")
     samples, _ = Encoder(make_tokenizer(), options, "sft", {}).encode(source.rows(np.arange(1)))
     assert "/no_think" in make_tokenizer().decode(samples[0].documents[0][0])
+
+
+def test_a_recording_comes_before_its_transcript() -> None:
+    """As the hub's table has it, and as ms-swift's preprocessor asks."""
+    preset = preset_of("speech_asr/speech_asr_aishell1_trainsets")
+    assert preset
+    view = preset.view("validation")
+    assert view
+    assert (view.subset, view.splits) == ("default", ("validation",))
+    conversation, _ = to_media_conversation(view({"Audio:FILE": "a.wav", "Text:LABEL": "今天 天气 好"}, {}))
+    assert conversation.messages == [user(f"{AUDIO}语音转文本"), assistant("今天天气好")]
+    assert [medium.source for medium in conversation.media] == ["a.wav"]
 
 
 def test_an_image_comes_before_its_question() -> None:
