@@ -99,8 +99,8 @@ def usual_settings(hf_config: HfConfig) -> HfConfig:
 
     Raises ValueError for settings that transformers' class does not have.
     """
-    tower = {CHAT_VISION_NAMES.get(name, name): value for name, value in hf_config["vision_config"].items()}
-    tower.pop("model_type")
+    raw: HfConfig = hf_config["vision_config"]
+    tower = {CHAT_VISION_NAMES.get(name, name): value for name, value in raw.items() if name != "model_type"}
     side = _side(VISION_DEFAULTS | tower, "image_size")
     # Squares of patches are put together in the order of v2: v1 transposes them.
     check_supported({"ps_version": "v1"} | hf_config, {"ps_version": ("v2",), "use_thumbnail": (True,)})

@@ -138,7 +138,7 @@ def _kimi_settings(file: Path) -> KimiSettings:
 def _intern_chat_processor(config: Mapping[str, Any]) -> Any:
     """Return transformers' processor with the settings of InternVLChatModel; its pixels have ImageNet's statistics."""
     from transformers import GotOcr2ImageProcessor
-    from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
     side, is_tiled = config["vision_config"].get("image_size", 448), config.get("dynamic_image_size", True)
     bounds = [config.get(name, 1) if is_tiled else 1 for name in ("min_dynamic_patch", "max_dynamic_patch")]

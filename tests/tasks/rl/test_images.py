@@ -60,7 +60,7 @@ def test_engine_has_the_weights_of_each_step(trained: str, images: Place) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", ["glm4v", "qwen3_5", "mistral3", "internvl", "llama4"])
+@pytest.mark.parametrize("model", ["glm4v", "qwen3_5", "mistral3", "internvl", "internvl_chat", "llama4"])
 def test_engine_has_the_weights_of_other_towers(model: str, images: Place) -> None:
     tiny_vision.FAMILIES[model](images.folder / model)
     run = images.run(f"--model {model} --dataset images.jsonl {ALL} --steps_per_generation 1 --lr 3e-3 --beta 0")
