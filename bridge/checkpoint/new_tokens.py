@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..families.internvl import CHAT_TEXT
 from ..families.thinker import SPEECH, THINKER
 from .pretrained import load_tokenizer
 
@@ -86,7 +87,7 @@ def _write(staged: Path, folder: Path, files: list[Path], tokenizer: Any, known:
     tokenizer.save_pretrained(staged)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     outer = config.get(THINKER) or config
-    text_config = outer if "vocab_size" in outer else outer["text_config"]
+    text_config = outer if "vocab_size" in outer else outer.get("text_config") or outer[CHAT_TEXT]
     size = text_config["vocab_size"]
     needs_rows = len(tokenizer) > size
     new_size = math.ceil(len(tokenizer) / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE if needs_rows else size

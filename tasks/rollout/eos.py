@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ...bridge.families.config_file import lift_config
+
 
 def eos_token_ids(folder: str | Path, tokenizer: Any) -> set[int]:
     """Return the ids in generation_config.json and of the tokenizer, else those in config.json."""
@@ -14,6 +16,6 @@ def eos_token_ids(folder: str | Path, tokenizer: Any) -> set[int]:
 
 
 def _eos_in_config(file: Path) -> set[int]:
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = lift_config(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
     ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
     return set(ids) if isinstance(ids, list) else {ids} - {None}

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from megaswift.bridge.checkpoint.new_tokens import read_tokens, with_tokens
+from megaswift.bridge.checkpoint.pretrained import load_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import tiny
+from tests import tiny, tiny_vision
 from tests.bridge.families import VOCAB
 
 NEW = ["<call>", "<result>", "<im_new>"]
@@ -49,6 +50,18 @@ def test_free_rows_are_taken_first(source, tmp_path):
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == VOCAB + 3
     assert (folder / "model.safetensors").is_symlink()
     assert len(AutoTokenizer.from_pretrained(folder)) == VOCAB + 3
+
+
+def test_the_vocabulary_of_internvl_chat_model_grows(tmp_path):
+    """config.json has its size in llm_config."""
+    source = tiny_vision.FAMILIES["internvl_chat"](tmp_path / "source")
+    folder = with_tokens(source, [f"<new {number}>" for number in range(99)], tmp_path)
+    size = json.loads((folder / "config.json").read_text())["llm_config"]["vocab_size"]
+    assert size % 128 == 0
+    model = load_model(folder)
+    assert model.get_input_embeddings().weight.shape[0] == model.lm_head.weight.shape[0] == size
+    old = load_model(source).lm_head.weight
+    assert torch.equal(model.lm_head.weight[: len(old)], old)
 
 
 def test_tokens_and_files_of_tokens(tmp_path):

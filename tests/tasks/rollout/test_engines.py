@@ -137,6 +137,8 @@ def test_which_tokens_end(tmp_path):
     (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 3}}')
     assert eos_token_ids(tmp_path, tokenizer) == {7}
     assert eos_token_ids(tmp_path, SimpleNamespace(eos_token_id=None)) == {3}
+    (tmp_path / "config.json").write_text('{"model_type": "internvl_chat", "llm_config": {"eos_token_id": 4}}')
+    assert eos_token_ids(tmp_path, SimpleNamespace(eos_token_id=None)) == {4}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     assert eos_token_ids(tmp_path, tokenizer) == {2, 5, 7}
 
