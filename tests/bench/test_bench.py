@@ -287,7 +287,7 @@ def test_steps_of_a_run_whose_time_is_up(tmp_path):
     for enough, is_error in ((1, False), (10**6, True)):
         log.unlink(missing_ok=True)
         steps, error = measure.measure(
-            words, {}, log, tmp_path / "printed", steps=10**6, timeout=5, read=lambda line: line, enough=enough
+            words, {}, log, tmp_path / "printed", steps=10**6, timeout=15, read=lambda line: line, enough=enough
         )
         assert steps
         assert (error is not None) == is_error
