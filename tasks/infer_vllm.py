@@ -125,6 +125,7 @@ class VllmChat(ChatEngine):
 def check_for_vllm(adapter: AdapterFolder, options: InferOptions) -> None:
     """Raise ValueError for adapter features that vLLM does not support."""
     from ..bridge.checkpoint.safetensors_io import SafetensorsFolder
+    from ..bridge.families.vlm_text import is_of_tower
     from ..bridge.lora.adapter_mapping import FUSED_EXPERTS
 
     config = adapter.config
@@ -136,6 +137,8 @@ def check_for_vllm(adapter: AdapterFolder, options: InferOptions) -> None:
     adapted = {name.partition(".lora_")[0] for name in SafetensorsFolder(adapter.folder).tensors}
     if any(module.endswith(".kv_b_proj") for module in adapted):
         problems.append("adapters of kv_b_proj, which it ignores silently")
+    if any(map(is_of_tower, adapted)):
+        problems.append("adapters of a vision or audio tower, which it ignores")
     experts = {module for module in adapted if ".experts." in f"{module}."}
     if any(FUSED_EXPERTS.fullmatch(module) and ".mlp.experts" not in module for module in experts):
         problems.append(UNREAD_EXPERTS)

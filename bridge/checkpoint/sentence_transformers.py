@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from ..families.internvl import CHAT
 from ..families.thinker import THINKER
 from ..families.vlm_text import text_config
 from .safetensors_io import sync
@@ -33,14 +34,15 @@ def sentence_transformers_files(
     dims: Sequence[int] = (),
     instruction: str | None = None,
 ) -> None:
-    """Write the files into `folder`, which has config.json and the tokenizer; none for an Omni model.
+    """Write the files into `folder`, which has config.json and the tokenizer; none for Omni and InternVLChatModel.
 
     SentenceTransformer(folder) then computes the same embeddings as training. dims: sizes of Matryoshka embeddings,
     also written into config.json for vLLM. instruction: default system prompt of a model whose texts and images go
     through its chat template; None: texts are tokenized as they are
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if THINKER in config:  # transformers' AutoModel, by which sentence-transformers loads it, takes none
+    # transformers' AutoModel, by which sentence-transformers loads a folder, takes none of these.
+    if THINKER in config or config.get("model_type") == CHAT:
         return
     if dims:
         _write(folder / "config.json", config | {"is_matryoshka": True, "matryoshka_dimensions": sorted(dims)})

@@ -103,7 +103,9 @@ def usual_settings(hf_config: HfConfig) -> HfConfig:
     tower = {CHAT_VISION_NAMES.get(name, name): value for name, value in raw.items() if name != "model_type"}
     side = _side(VISION_DEFAULTS | tower, "image_size")
     # Squares of patches are put together in the order of v2: v1 transposes them.
-    check_supported({"ps_version": "v1"} | hf_config, {"ps_version": ("v2",), "use_thumbnail": (True,)})
+    check_supported(
+        {"ps_version": "v1"} | hf_config, {"ps_version": ("v2",), "use_thumbnail": (True,), "pad2square": (False,)}
+    )
     check_supported(hf_config, {"force_image_size": (side,)})
     settings = {CHAT_NAMES.get(name, name): value for name, value in hf_config.items()}
     tie = hf_config["text_config"].get("tie_word_embeddings", False)
