@@ -25,9 +25,19 @@ CHAT = "internvl_chat"  # model_type of config.json
 CHAT_TOWER_TYPE = "intern_vit_6b"  # model_type of its vision_config, of towers of every size
 CHAT_TEXT = "llm_config"  # its name of text_config
 CHAT_TOWER, CHAT_PROJECTOR = "vision_model.", "mlp1."
-# Its names of the tower's settings, and of settings outside.
+# Its names of the tower's settings.
 CHAT_VISION_NAMES = {"qkv_bias": "attention_bias", "qk_normalization": "use_qk_norm", "dropout": "hidden_dropout_prob"}
-CHAT_NAMES = {"select_layer": "vision_feature_layer"}
+CHAT_DEFAULTS: HfConfig = {
+    "downsample_ratio": 0.5,
+    "dynamic_image_size": False,
+    "force_image_size": None,
+    "max_dynamic_patch": 6,
+    "min_dynamic_patch": 1,
+    "pad2square": False,
+    "ps_version": "v1",
+    "select_layer": -1,
+    "use_thumbnail": False,
+}  # of its class
 VISION_DEFAULTS: HfConfig = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,
@@ -50,7 +60,9 @@ SUPPORTED = {
     "attention_dropout": (0,),
     "projection_dropout": (0,),
 }
-LIMITS = (f"{ARCHITECTURE} and {CHAT_ARCHITECTURE}: towers with use_qk_norm (InternViT-6B), and videos",)
+LIMITS = (
+    f"{ARCHITECTURE} and {CHAT_ARCHITECTURE}: towers with use_qk_norm or qk_normalization (InternViT-6B), and videos",
+)
 
 
 def with_tower(family: Family) -> Family:
@@ -99,22 +111,23 @@ def usual_settings(hf_config: HfConfig) -> HfConfig:
 
     Raises ValueError for settings that transformers' class does not have.
     """
-    raw: HfConfig = hf_config["vision_config"]
-    tower = {CHAT_VISION_NAMES.get(name, name): value for name, value in raw.items() if name != "model_type"}
-    side = _side(VISION_DEFAULTS | tower, "image_size")
+    config, raw = CHAT_DEFAULTS | hf_config, hf_config["vision_config"]
+    check_supported(raw, {"qk_normalization": (False,), "dropout": (0,)})
+    side = _side(VISION_DEFAULTS | raw, "image_size")
     # Squares of patches are put together in the order of v2: v1 transposes them.
-    check_supported(
-        {"ps_version": "v1"} | hf_config, {"ps_version": ("v2",), "use_thumbnail": (True,), "pad2square": (False,)}
-    )
-    check_supported(hf_config, {"force_image_size": (side,)})
-    settings = {CHAT_NAMES.get(name, name): value for name, value in hf_config.items()}
+    supported = {"ps_version": ("v2",), "pad2square": (False,), "force_image_size": (side,), "select_layer": (-1,)}
+    check_supported(config, supported | ({"use_thumbnail": (True,)} if config["dynamic_image_size"] else {}))
+    names = {name: CHAT_VISION_NAMES.get(name, name) for name in raw if name != "model_type"}
+    tower = {names[name]: raw[name] for name in names}
+    settings = {name: value for name, value in hf_config.items() if name != "select_layer"}
     tie = hf_config["text_config"].get("tie_word_embeddings", False)
     return settings | {"vision_config": tower, "tie_word_embeddings": tie}
 
 
 def vision(hf_config: HfConfig, text_defaults: HfConfig) -> Vision:
     """Return the tower of a raw config.json. text_defaults: of the text model's class"""
-    if _is_chat(hf_config):
+    is_chat = _is_chat(hf_config)
+    if is_chat:
         hf_config = usual_settings(hf_config)
     config = vision_config(hf_config, VISION_DEFAULTS)
     check_supported(config, SUPPORTED | {"hidden_act": ACTIVATIONS, "norm_type": ("layer_norm", "rms_norm")})
@@ -147,6 +160,7 @@ def vision(hf_config: HfConfig, text_defaults: HfConfig) -> Vision:
         class_token=True,
         is_batched=True,
         layer_scale=True,
+        has_code_names=is_chat,
         projector=Projector(
             eps=1e-5, bias=True, activation=hf_config.get("projector_hidden_act", "gelu"), reduces_squares=False
         ),
@@ -194,4 +208,5 @@ def vision_mappings(vision: Vision) -> list[ParamMapping]:
         table.linear(fc1, "merger.linear_fc1", bias=True)
         table.linear(fc2, "merger.linear_fc2", bias=True)
     mappings = tower.under(TOWER, "model." + TOWER) + projector.under(PROJECTOR, "model." + PROJECTOR)
-    return mappings + chat_tower.under(CHAT_TOWER) + chat_projector.under(CHAT_PROJECTOR)
+    chat_mappings = chat_tower.under(CHAT_TOWER) + chat_projector.under(CHAT_PROJECTOR)
+    return chat_mappings + mappings if vision.has_code_names else mappings + chat_mappings

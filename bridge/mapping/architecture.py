@@ -224,6 +224,7 @@ class Vision(TowerLayers):
     rope_alternates: bool = False
     channels: int = 3
     patch_bias: bool = True
+    has_code_names: bool = False  # tensors have the names of the checkpoint's own code, and not transformers'
     is_patch_matrix: bool = False  # the projection of patches is a matrix in checkpoints, and not a convolution
     is_channels_last: bool = False  # a column of that matrix is of a row, column and channel; else the channel is first
     pixel_norm: bool = False  # a norm on the pixels of a patch

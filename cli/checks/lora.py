@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -214,7 +214,7 @@ def check_adapters(options: SftOptions, sources: Mapping[str, str], model: HfCon
         prefix = f"{as_flag(flag, options)}: the adapter to continue, {source}, has"
         if plan is None or model is None:
             yield f"{prefix} its own, which stay."
-        elif not _same_modules(check_fits(changed, model, options), plan):
+        elif not _same_modules(check_fits(changed, model, options, beside=settings.targets), plan):
             raise UsageError(f"{prefix} others. Remove it, or start without an adapter.")
     options.lora.target_modules = sorted({name.rpartition(".")[2] for name in adapter.targets})
     options.lora.target_regex, options.lora.modules_to_save = None, list(adapter.modules_to_save)
@@ -276,17 +276,20 @@ def _checkpoint_tensors(folder: Path) -> list[str]:
         return []
 
 
-def check_fits(settings: LoraSettings, model: HfConfig, options: ModelOptions, source: str = "") -> AdapterPlan | None:
+def check_fits(
+    settings: LoraSettings, model: HfConfig, options: ModelOptions, source: str = "", *, beside: Collection[str] = ()
+) -> AdapterPlan | None:
     """Return the plan of adapters for a model; None if their targets are in an adapter not downloaded yet.
 
-    source: flag of the adapter, for messages
+    Modules of a tower count where the targets have some. source: flag of the adapter, for messages. beside: targets of
+    an adapter that the plan is compared with
     Raises UsageError if they do not fit the model.
     """
     if not settings.targets and not settings.regex:
         return None
     family = family_of(model)
     try:
-        adapts_tower = any(map(is_of_tower, settings.targets))
+        adapts_tower = any(map(is_of_tower, [*settings.targets, *beside]))
         architecture = family.describe(model, vision=adapts_tower and family.has_tower(model))
         hidden = architecture.transformer["hidden_size"]
         if settings.rank > hidden:

@@ -4,15 +4,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...bridge.checkpoint import internvl_chat
 from ...bridge.checkpoint.vision import adapts_tower
 from ...bridge.families.internvl import CHAT, CHAT_ARCHITECTURE
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-
-# Modules of the language model of InternVLChatModel, and of transformers' class.
-CHAT_MODULES = {r"^language_model\.model\.": "model.language_model.", r"^language_model\.lm_head": "lm_head"}
 
 
 def attach_adapter(model: "PreTrainedModel", adapter: Path, base: Path) -> "PeftModel":
@@ -26,7 +24,7 @@ def attach_adapter(model: "PreTrainedModel", adapter: Path, base: Path) -> "Peft
             f"{CHAT_ARCHITECTURE}. Merge it by `megatron export --merge_lora true --to_hf true`, and set the result as "
             "--model."
         )
-    names = CHAT_MODULES if model.config.model_type == CHAT else None
+    names = internvl_chat.MODULES if model.config.model_type == CHAT else None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys")

@@ -229,6 +229,12 @@ class PromptWriter:
         if self._image_tokens is None or not request.images:
             return request.tokens
         tokens, (placeholder, target) = list(request.tokens), self._image_tokens
+        starts = range(len(tokens)) if len(target) > 1 else ()
+        if any(tokens[start : start + len(target)] == target for start in starts):
+            raise ValueError(
+                "a prompt with images has the text <image>, which vLLM takes for an image of this model. Remove it "
+                "from the data, or generate by transformers (--use_vllm false)."
+            )
         places = [place for place, token in enumerate(tokens) if token == placeholder]
         for place in reversed(places[: len(request.images)]):  # a model has drawn those behind them
             tokens[place : place + 1] = target

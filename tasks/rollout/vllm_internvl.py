@@ -4,11 +4,11 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from ...bridge.families.internvl import CHAT
+from ...bridge.families.internvl import CHAT, CHAT_DEFAULTS
 
 
 class ServedConfig(PretrainedConfig):
-    """The settings under the names of config.json, which are vLLM's, but for the language model's in text_config."""
+    """The settings of config.json as vLLM's class reads them: `llm_config` is called `text_config`."""
 
     model_type = CHAT
 
@@ -20,7 +20,7 @@ class ServedConfig(PretrainedConfig):
             text = AutoConfig.for_model(**text) if text else PretrainedConfig()
         self.text_config = text
         self.vision_config = PretrainedConfig(**(vision_config or {}))
-        super().__init__(**settings)
+        super().__init__(**CHAT_DEFAULTS | settings)
 
 
 def register_in_vllm() -> None:

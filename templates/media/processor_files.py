@@ -136,17 +136,20 @@ def _kimi_settings(file: Path) -> KimiSettings:
 
 
 def _intern_chat_processor(config: Mapping[str, Any]) -> Any:
-    """Return transformers' processor with the settings of InternVLChatModel; its pixels have ImageNet's statistics."""
+    """Return transformers' processor with the settings of InternVLChatModel, or the defaults of its class.
+
+    Its pixels have ImageNet's statistics.
+    """
     from transformers import GotOcr2ImageProcessor
     from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-    side, is_tiled = config["vision_config"].get("image_size", 448), config.get("dynamic_image_size", True)
-    bounds = [config.get(name, 1) if is_tiled else 1 for name in ("min_dynamic_patch", "max_dynamic_patch")]
+    side, is_tiled = config["vision_config"].get("image_size", 448), config.get("dynamic_image_size", False)
+    least, most = (config.get("min_dynamic_patch", 1), config.get("max_dynamic_patch", 6)) if is_tiled else (1, 1)
     return GotOcr2ImageProcessor(
         size={"height": side, "width": side},
         crop_to_patches=is_tiled,
-        min_patches=bounds[0],
-        max_patches=bounds[1],
+        min_patches=least,
+        max_patches=most,
         image_mean=IMAGENET_DEFAULT_MEAN,
         image_std=IMAGENET_DEFAULT_STD,
     )

@@ -364,6 +364,10 @@ def test_adapters_that_cannot_be(model, tmp_path, monkeypatch):
     save_file({"base_model.model.x.kv_b_proj.lora_A.weight": torch.zeros(1)}, lacking / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="vLLM does not support adapters of kv_b_proj"):
         failing(lacking, infer_backend="vllm")
+    folder = changed("tower")
+    save_file({"base_model.model.visual.x.lora_A.weight": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="vLLM does not support adapters of a vision or audio tower"):
+        failing(folder, infer_backend="vllm")
     for module, rank, what in (
         ("layers.0.mixer.experts.base_layer", 8, "this model's experts, which it does not read in PEFT's form"),
         ("layers.0.mlp.experts.3.up_proj", 12, "experts of rank 12: its kernel takes 1, 8, 16"),

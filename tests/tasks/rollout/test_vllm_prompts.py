@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megaswift.bridge.checkpoint.pretrained import load_tokenizer
 from megaswift.tasks.rollout.engine import Request
 from megaswift.tasks.rollout.request_image import RequestImage
 from megaswift.tasks.rollout.vllm_images import PromptWriter
@@ -37,6 +38,19 @@ def test_what_vllm_replaces_is_in_the_prompt(folder: Path) -> None:
         "mm_processor_kwargs": {"max_patches": 2},
     }
     assert write(Request([1, PATCH], 0)) == {"prompt_token_ids": [1, PATCH]}
+
+
+def test_a_text_that_vllm_takes_for_an_image_is_refused(tmp_path: Path) -> None:
+    folder = tiny_vision.FAMILIES["internvl_chat"](tmp_path)
+    tokenizer: Any = load_tokenizer(folder)
+    image, text = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"), tokenizer.encode("<image>")
+    picture = tiny_vision.picture(60, 40)
+    images = [RequestImage(lambda: picture, 1, 9, {})]
+    write = PromptWriter(folder)
+    assert write(Request([1, image, 5], 0, images=images))["prompt_token_ids"] == [1, *text, 5]
+    assert write(Request([1, *text], 0)) == {"prompt_token_ids": [1, *text]}
+    with pytest.raises(ValueError, match="has the text <image>, which vLLM takes for an image"):
+        write(Request([1, *text, image], 0, images=images))
 
 
 def test_texts_have_nothing_that_vllm_replaces(folder: Path) -> None:

@@ -80,6 +80,10 @@ def test_adapters(place: Path) -> None:
     }
     assert modules >= {"vision_model.encoder.layers.0.attn.qkv", "mlp1.1", "mlp1.3"}
     assert not [module for module in modules if f"{module}.weight" not in weights]
+    further = train(place, f"--adapters {adapter} --tuner_type lora --freeze_vit false --freeze_aligner false")
+    assert load_file(further / "checkpoint-3" / "adapter_model.safetensors").keys() == set(
+        load_file(adapter / "adapter_model.safetensors")
+    )
     said = infer(place, f"--model chat --adapters {adapter}", code=1)
     assert "has adapters of the vision tower, whose layers are others" in said
     megatron(place, f"export --model chat --adapters {adapter} --merge_lora true --to_hf true --save merged")
@@ -87,6 +91,16 @@ def test_adapters(place: Path) -> None:
     assert merged.keys() == weights.keys()
     changed = {name.removesuffix(".weight") for name in merged if not torch.equal(merged[name], weights[name])}
     assert changed == modules
+
+
+def test_names_without_files_to_read_them_from(runs: dict[str, Path], place: Path) -> None:
+    """A megatron-core checkpoint that another tool wrote does not say its names."""
+    megatron(place, f"export --model {runs['chat'] / 'checkpoint-3'} --to_mcore true --save mcore")
+    (place / "mcore" / "conversion.json").unlink()
+    megatron(place, "export --mcore_model mcore --to_hf true --save back")
+    saved, expected = load_file(place / "back" / "model.safetensors"), weights(runs["chat"])
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
 
 
 def test_adapters_of_the_language_model(place: Path) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.pretrained import load_tokenizer
+from megaswift.bridge.families import family_of
 from megaswift.templates.formats.medium import Medium
 from megaswift.templates.media.processor import VisionProcessor
 from megaswift.templates.options import MediaOptions, PrepareOptions
@@ -71,6 +73,22 @@ def test_pixels(folder: Path, least: int, most: int) -> None:
         assert difference.max() < 2.1 / 255 / std.min(), size  # two roundings of a pixel
 
 
+def test_defaults_are_those_of_the_class(folder: Path) -> None:
+    """One tile; and squares of patches in the order of version 1, which is refused."""
+    file = folder / "config.json"
+    missing = "dynamic_image_size", "min_dynamic_patch", "max_dynamic_patch", "use_thumbnail"
+    settings = {name: value for name, value in json.loads(file.read_text()).items() if name not in missing}
+    file.write_text(json.dumps(settings))
+    assert opened(folder).plan(Medium("image", tiny_vision.picture(300, 90))).tokens == 4
+    opened(folder, dynamic_image_size=True)
+    config = read_config(folder)
+    with pytest.raises(ValueError, match="use_thumbnail False"):
+        family_of(config).describe(config, vision=True)
+    config.pop("ps_version")
+    with pytest.raises(ValueError, match="ps_version 'v1'"):
+        family_of(config).describe(config, vision=True)
+
+
 def test_one_tile(folder: Path) -> None:
     assert opened(folder, dynamic_image_size=False).plan(Medium("image", tiny_vision.picture(300, 90))).tokens == 4
 
@@ -114,13 +132,11 @@ def test_templates(folder: Path) -> None:
         ("use_thumbnail", False, "use_thumbnail False"),
         ("force_image_size", 112, "force_image_size 112"),
         ("downsample_ratio", 0.25, "downsample_ratio 0.25"),
-        ("select_layer", -4, "vision_feature_layer -4"),
+        ("select_layer", -4, "select_layer -4"),
+        ("pad2square", True, "pad2square True"),
     ],
 )
 def test_settings_that_are_refused(name: str, value: Any, said: str, folder: Path) -> None:
-    from megaswift.bridge.checkpoint.hub import read_config
-    from megaswift.bridge.families import family_of
-
     config = read_config(folder)
     assert family_of(config).describe(config, vision=True).vision
     with pytest.raises(ValueError, match=said):
