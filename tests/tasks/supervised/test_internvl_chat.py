@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megaswift.bridge.checkpoint.pretrained import load_model
 from safetensors.torch import load_file
 
 from tests import internvl_chat, prepared, tiny_vision
@@ -61,6 +62,14 @@ def test_layout(runs: dict[str, Path], place: Path) -> None:
     run = train(place, f"--model chat {ALL} --tensor_model_parallel_size 2 --sequence_parallel true", 2)
     for name, tensor in weights(run).items():
         torch.testing.assert_close(tensor, weights(runs["chat"])[name], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["CausalLM", ""], ids=["with its output layer", "without"])
+def test_transformers_has_the_weights(kind: str, place: Path) -> None:
+    """Reward models are read without the output layer."""
+    model, expected = (load_model(place / name, kind).state_dict() for name in ("chat", "usual"))
+    assert model.keys() == expected.keys()
+    assert all(torch.equal(model[name], expected[name]) for name in model)
 
 
 def test_answers(runs: dict[str, Path], place: Path) -> None:
