@@ -134,7 +134,6 @@ _REINFORCEMENT = {
                    offload_bridge="false"),
     **_unsupported("engines split by experts", "Set --vllm_tensor_parallel_size.", vllm_enable_expert_parallel="false"),
     **_unsupported("engines split by layers", "Set --vllm_tensor_parallel_size.", vllm_pipeline_parallel_size="1"),
-    **_unsupported("quantized engines", "Remove it: the engine has the checkpoint's type.", vllm_quantization=NONE),
     **_unsupported("speculative decoding", "Remove it.", vllm_speculative_config=NONE),
     **_unsupported("TLS", "Put a proxy with TLS before the server.", ssl_keyfile=NONE, ssl_certfile=NONE),
 }  # fmt: skip

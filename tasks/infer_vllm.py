@@ -51,11 +51,13 @@ class VllmChat(ChatEngine):
         if adapter:
             check_for_vllm(adapter, options)
             lora_options = {"enable_lora": True, "max_lora_rank": lora_rank_bucket(adapter.config.get("r", 8))}
+        from .rollout.vllm_kwargs import engine_kwargs, model_settings, quantization_kwargs, set_cpu_defaults
+
+        quantization = quantization_kwargs(options.vllm_quantization, folder)
         super().__init__(folder, options, vision)
         import torch
 
         from .rollout.vllm_audios import EXTENSION
-        from .rollout.vllm_kwargs import engine_kwargs, model_settings, set_cpu_defaults
 
         if not torch.cuda.is_available():
             set_cpu_defaults()
@@ -74,7 +76,7 @@ class VllmChat(ChatEngine):
             worker_extension_cls=EXTENSION if vision and vision.audio else "",
             **lora_options,
             **image_arguments(folder, options, most_videos=most_videos),
-            **engine_kwargs(model_settings(options.vllm_engine_kwargs, folder)),
+            **quantization | engine_kwargs(model_settings(options.vllm_engine_kwargs, folder)),
         )
         self.takes_images = vision is None or takes_images(vision.model_type)
         self.adapter = LoRARequest("adapter", 1, str(adapter.folder.absolute())) if adapter else None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from ...bridge.option_groups import flag_value, group_of
+from ...bridge.option_groups import flag_paths, flag_value, group_of
 from ...bridge.options import Fp8Options, RecomputeOptions
 from ...bridge.pipeline_layout import virtual_pipeline_size
 from ...tasks.observability.reporters import require_reporters
@@ -21,7 +21,7 @@ from ..flags import UsageError, show, usage_errors
 from .adjust import adjust_options
 from .agreement import drop_second_model
 from .data import check_data, check_media, check_paths, check_system
-from .extra_kwargs import check_core_settings, check_engine_settings
+from .extra_kwargs import check_core_settings, check_engine_settings, check_quantization
 from .generation import as_flag, check_key
 from .indexer import check_indexer
 from .lora import check_adapters, check_base, check_tuner, set_base_model
@@ -100,6 +100,7 @@ def check_infer(options: InferOptions) -> list[str]:
     """Raise UsageError for unusable options of `swift infer`. Return notes for the user."""
     if options.merge_lora and not options.adapters:
         raise UsageError("--merge_lora true needs an adapter to merge. Set --adapters.")
+    _check_engine_flags(options)
     check_engine_settings(options)
     check_paths("--val_dataset", options.val_dataset)
     check_system(options)
@@ -123,12 +124,22 @@ def check_infer(options: InferOptions) -> list[str]:
     return notes
 
 
+def _check_engine_flags(options: InferOptions) -> None:
+    """Raise UsageError for vLLM's flags with another engine."""
+    if options.infer_backend == "vllm":
+        return
+    for name in flag_paths(InferOptions):
+        if name.startswith("vllm_") and flag_value(options, name) != flag_value(InferOptions(), name):
+            raise UsageError(f"{as_flag(name, options)}: only for vLLM. Set --infer_backend vllm, or remove it.")
+
+
 def check_rollout(options: RolloutOptions) -> list[str]:
     """Raise UsageError for unusable options of `swift rollout`. Return notes for the user."""
     model = engine_config(options)
     check_generates(options, model)
     check_max_lora_rank(options)
     check_engine_settings(options)
+    check_quantization(options, model)
     check_key("api_key", options.api_key)
     if options.vllm_enable_return_routed_experts and model is not None and not count_experts(model):
         raise UsageError("--vllm_enable_return_routed_experts true: the model has no experts. Remove it.")

@@ -1,4 +1,4 @@
-"""Checks of --megatron_extra_kwargs and --vllm_engine_kwargs: fields of other packages' configs, as JSON."""
+"""Checks of --megatron_extra_kwargs, --vllm_engine_kwargs and --vllm_quantization: settings of other packages."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -21,6 +21,7 @@ ENGINE_FLAGS = {
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "max_model_len": "vllm_max_model_len",
     "max_num_seqs": "vllm_max_num_seqs",
+    "quantization": "vllm_quantization",
     "enforce_eager": "vllm_enforce_eager",
     "enable_prefix_caching": "vllm_enable_prefix_caching",
     "enable_lora": "vllm_enable_lora",
@@ -34,8 +35,8 @@ ENGINE_FLAGS = {
 # Fields that both, or only the engines of a training run, have set already -> the reason
 SET_HERE = {"use_tqdm_on_load": "it follows the terminal", "trust_remote_code": "no code of checkpoints is run"}
 SET_IN_ROLLOUTS = dict.fromkeys(
-    ("quantization", "quantization_config", "load_format", "weight_transfer_config", "worker_extension_cls"),
-    "weights come from the training run, unquantized",
+    ("quantization_config", "load_format", "weight_transfer_config", "worker_extension_cls"),
+    "weights come from the training run",
 )
 SET_IN_ROLLOUTS |= dict.fromkeys(
     ("generation_config", "override_generation_config", "logprobs_mode", "max_logprobs", "logits_processors"),
@@ -85,8 +86,6 @@ def check_engine_settings(options: GrpoOptions | GkdOptions | RolloutOptions | I
     """Raise UsageError for fields of --vllm_engine_kwargs that are set here. vLLM's own names are checked with it."""
     settings: Mapping[str, object] = flag_value(options, "vllm_engine_kwargs")
     flag, flags = _flag("vllm_engine_kwargs", settings), flags_of(type(options))
-    if isinstance(options, InferOptions) and settings and options.infer_backend != "vllm":
-        raise UsageError(f"{flag}: only for vLLM. Set --infer_backend vllm, or remove it.")
     reasons = SET_HERE if isinstance(options, InferOptions) else SET_HERE | SET_IN_ROLLOUTS
     for name, value in settings.items():
         if (own := ENGINE_FLAGS.get(name)) in flags:
@@ -94,6 +93,15 @@ def check_engine_settings(options: GrpoOptions | GkdOptions | RolloutOptions | I
             raise UsageError(f"{flag}: {name} has a flag. {fix}")
         if reason := reasons.get(name):
             raise UsageError(f"{flag}: {name} cannot be set: {reason}. Remove it.")
+
+
+def check_quantization(options: GrpoOptions | GkdOptions | RolloutOptions, model: HfConfig | None) -> None:
+    """Raise UsageError for --vllm_quantization with a model whose updates vLLM is not known to quantize."""
+    method = flag_value(options, "vllm_quantization")
+    if method is not None and model is not None and count_experts(model):
+        raise UsageError(
+            f"--vllm_quantization {method}: not for models with experts, whose updates are not tested. Remove it."
+        )
 
 
 def _flag(name: str, settings: Mapping[str, object]) -> str:

@@ -52,7 +52,7 @@ SERVER_FLAGS = (
 )  # fmt: skip
 VLLM_FLAGS = (
     "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "vllm_enforce_eager",
-    "vllm_enable_prefix_caching", "vllm_gpu_memory_utilization", "vllm_engine_kwargs",
+    "vllm_enable_prefix_caching", "vllm_gpu_memory_utilization", "vllm_engine_kwargs", "vllm_quantization",
     "vllm_limit_mm_per_prompt", "vllm_mm_processor_cache_gb",
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ from ...templates.formats.schemas import POOLED, UNGROUPED
 from ..flags import UsageError, flags_of, show
 from ..legacy_flags import FLAG_OF_VARIABLE, VARIABLE_PREFIXES
 from .advantages import check_advantages
-from .extra_kwargs import check_engine_settings
+from .extra_kwargs import check_engine_settings, check_quantization
 from .generation import (
     REFERENCE_FLAGS,
     as_flag,
@@ -81,6 +81,7 @@ def check_task(
             check_generation(options, sources)
             check_advantages(options, sources)
             check_engine_settings(options)
+            check_quantization(options, model)
             check_vllm_lora(options, model)
             check_replay(options, model)
             yield from unread_flags(options, sources)
@@ -93,6 +94,7 @@ def check_task(
         case GkdOptions():
             check_generation(options, sources)
             check_engine_settings(options)
+            check_quantization(options, model)
             check_vllm_lora(options, model)
             _check_teacher(options, layout)
         case DpoOptions():

@@ -301,6 +301,9 @@ class GenerationOptions:
     vllm_max_model_len: Annotated[
         int | None, "vLLM: longest prompt and answer together. Default: the model's limit.", "[1, inf)"
     ] = None
+    vllm_quantization: Annotated[
+        str | None, "vLLM: method by which it quantizes the weights that it reads, such as fp8. Default: none."
+    ] = None
     vllm_enforce_eager: Annotated[bool, "vLLM: no CUDA graphs; starts faster, runs slower."] = False
     vllm_limit_mm_per_prompt: Annotated[
         dict[str, int], "vLLM: most images of a prompt, as JSON: '{\"image\": 4}'. Default: vLLM's."

@@ -16,6 +16,11 @@ class VllmOptions:
         int | None, "Longest prompt and completion together, in tokens. Default: the model's limit.", "[1, inf)"
     ] = None
     vllm_max_num_seqs: Annotated[int | None, "Concurrent completions. Default: vLLM's.", "[1, inf)"] = None
+    vllm_quantization: Annotated[
+        Literal["fp8"] | None,
+        "Precision of vLLM's linear layers, which it quantizes at each weight update: faster, less exact. GPUs and "
+        "models without experts only. Default: --torch_dtype.",
+    ] = None
     vllm_enforce_eager: Annotated[bool, "No CUDA graphs and no compilation: starts faster, generates slower."] = False
     vllm_enable_prefix_caching: Annotated[bool, "Reuse the computation of shared prompt prefixes."] = True
     vllm_enable_lora: Annotated[

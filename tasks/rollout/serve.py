@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VLLM_FLAGS = (
     "vllm_max_model_len", "vllm_max_num_seqs", "vllm_enforce_eager", "vllm_enable_prefix_caching",
-    "vllm_gpu_memory_utilization", "vllm_engine_kwargs",
+    "vllm_gpu_memory_utilization", "vllm_engine_kwargs", "vllm_quantization",
     "vllm_limit_mm_per_prompt", "vllm_mm_processor_cache_gb",
 )  # fmt: skip
 

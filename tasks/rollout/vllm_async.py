@@ -27,7 +27,7 @@ from .vllm_engine import (
 )
 from .vllm_errors import refusals_as_value_errors
 from .vllm_images import PromptWriter, image_arguments
-from .vllm_kwargs import engine_kwargs, model_settings, set_cpu_defaults
+from .vllm_kwargs import engine_kwargs, model_settings, quantization_kwargs, set_cpu_defaults
 from .weight_buckets import Bucket
 
 
@@ -40,6 +40,7 @@ class VllmBackend:
     name = "vllm"
 
     def __init__(self, folder: Path, options: RolloutOptions, dtype: torch.dtype):
+        quantization = quantization_kwargs(options.vllm_quantization, folder)
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             set_cpu_defaults()
@@ -79,6 +80,7 @@ class VllmBackend:
                 worker_extension_cls=EXTENSION,
                 **lora_arguments(folder, max_rank),
                 **image_arguments(folder, options),
+                **quantization,
                 **engine_kwargs(model_settings(options.vllm_engine_kwargs, folder)),
             )
         )

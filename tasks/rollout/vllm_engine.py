@@ -46,6 +46,7 @@ from .vllm_kwargs import (
     engine_kwargs,
     is_vllm_before,
     model_settings,
+    quantization_kwargs,
     set_cpu_defaults,
     with_normalizing_processor,
 )
@@ -105,6 +106,7 @@ class VllmEngine:
             )
         lora = lora_arguments(Path(folder), adapter_rank)
         on_gpu = torch.cuda.is_available()
+        quantization = quantization_kwargs(options.vllm_quantization, Path(folder))
         _prepare_environment(on_gpu)
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
@@ -136,6 +138,7 @@ class VllmEngine:
                 **image_arguments(Path(folder), options, most_images, most_videos, most_audios),
                 generation_config="vllm",  # no defaults other than Sampling's
                 logprobs_mode="raw_logprobs",  # see _set_temperature
+                **quantization,
                 **settings,
             )
         _keep_process_groups(self.llm)
@@ -274,6 +277,7 @@ def sampling_params(request: Request, sampling: Sampling, eos: Collection[int]) 
     `eos`: eos token ids of the checkpoint.
     """
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
     limit = min(sampling.max_new_tokens, request.max_new_tokens or sampling.max_new_tokens)
     return SamplingParams(
@@ -291,6 +295,7 @@ def sampling_params(request: Request, sampling: Sampling, eos: Collection[int]) 
         skip_special_tokens=False,
         detokenize=bool(sampling.stop),
         logprobs=0,  # of the sampled token only
+        output_kind=RequestOutputKind.FINAL_ONLY,  # a server would otherwise handle each token of each completion
     )
 
 
@@ -398,6 +403,8 @@ def _is_unsharded(module: VllmObject, leaf: str) -> bool:
     sizes = getattr(module, "output_size", None), getattr(module, "input_size", None)
     if leaf != "weight" or None in sizes:
         return True
+    if weight.itemsize == 1:  # quantized
+        return False
     return tuple(weight.shape) == sizes and weight.is_contiguous()
 
 

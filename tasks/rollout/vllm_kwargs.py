@@ -12,6 +12,7 @@ import torch
 from packaging.version import Version
 
 from ...bridge.checkpoint.hub import read_config
+from ...bridge.checkpoint.quantized import quantization_of
 from ...bridge.families.vlm_text import text_config
 
 # Models whose queries and keys vLLM rotates as [tokens, heads, channels], beside those with latent attention. Its
@@ -23,6 +24,7 @@ ROTARY_KERNEL_OFF = "-rotary_embedding"
 # Models whose windows have a token more than sliding_window in vLLM 0.32, and in transformers and training do not
 # (`CohereAttention` in vllm/model_executor/models/commandr.py).
 WIDER_WINDOWS = {"cohere2"}
+PER_TENSOR = "fp8_per_tensor"  # vLLM's name for linear layers in FP8, without the scales of a KV cache in FP8
 NORMALIZES_ON_DEVICE = "mm_device_do_normalize"
 
 
@@ -45,6 +47,20 @@ def engine_kwargs(settings: dict[str, Any], names: set[str] | None = None) -> di
         hint = f" Is it {nearest[0]}?" if nearest else ""
         raise ValueError(f"--vllm_engine_kwargs: {unknown} is no field of vLLM's EngineArgs.{hint} Fix or remove it")
     return dict(settings)
+
+
+def quantization_kwargs(method: str | None, folder: Path) -> dict[str, Any]:
+    """Return --vllm_quantization as keyword arguments of an engine for the model in `folder`.
+
+    Raises ValueError where vLLM cannot quantize its weights.
+    """
+    if method is None:
+        return {}
+    if not torch.cuda.is_available():
+        raise ValueError(f"--vllm_quantization {method}: vLLM quantizes weights on GPUs alone. Remove it")
+    if quantization_of(read_config(folder)):
+        raise ValueError(f"--vllm_quantization {method}: the weights in {folder} are quantized already. Remove it")
+    return {"quantization": PER_TENSOR if method == "fp8" else method}
 
 
 def with_normalizing_processor(settings: dict[str, Any], names: set[str] | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megaswift.tasks.rollout.vllm_kwargs import (
     engine_kwargs,
     is_vllm_before,
     model_settings,
+    quantization_kwargs,
     with_normalizing_processor,
 )
 from megaswift.tasks.run.planning import ProcessLayout
@@ -82,13 +83,43 @@ def test_fields_of_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(model, infer, settings, flag).vllm_engine_kwargs == settings
     assert check(model, rollout, settings, flag).vllm_engine_kwargs == settings
     assert check(model, GRPO, settings, flag).engine.vllm_engine_kwargs == settings
-    assert check(model, infer, {"quantization": "fp8"}, flag)
+    for words in (infer, rollout, GRPO):
+        assert "Set --vllm_quantization fp8." in refusal(model, words, {"quantization": "fp8"}, flag)
     for words in (rollout, GRPO):
-        assert "quantization cannot be set: weights come from" in refusal(model, words, {"quantization": "fp8"}, flag)
+        assert "load_format cannot be set: weights come from" in refusal(model, words, {"load_format": "auto"}, flag)
         assert "max_num_seqs has a flag. Set --vllm_max_num" in refusal(model, words, {"max_num_seqs": 2}, flag)
     assert "trust_remote_code cannot be set" in refusal(model, infer, {"trust_remote_code": True}, flag)
     assert "only for vLLM. Set --infer_backend vllm" in refusal(model, ["swift", "infer"], settings, flag)
     assert "only for vLLM in the training" in refusal(model, [*GRPO, "--vllm_mode", "server"], settings, flag)
+
+
+def test_quantized_engines(model: Path, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, vllm=True)
+    method, rollout, settings = ["--vllm_quantization", "fp8"], ["swift", "rollout"], "vllm_engine_kwargs"
+    assert check(dense, [*rollout, *method], {}, settings).vllm_quantization == "fp8"
+    assert check(dense, [*GRPO, *method], {}, settings).engine.vllm_quantization == "fp8"
+    for words in (rollout, GRPO):
+        with pytest.raises(UsageError, match="--vllm_quantization fp8: not for models with experts"):
+            check(model, [*words, *method], {}, settings)
+
+
+@pytest.mark.parametrize("words", [["--vllm_quantization", "fp8"], ["--vllm_enforce_eager", "true"]])
+def test_flags_of_vllm_without_it(words: list[str], dense: Path) -> None:
+    with pytest.raises(UsageError, match=rf"{' '.join(words)}: only for vLLM\. Set --infer_backend vllm, or remove it"):
+        check(dense, ["swift", "infer", *words], {}, "vllm_engine_kwargs")
+
+
+def test_engines_that_cannot_quantize(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert quantization_kwargs(None, dense) == {}
+    with pytest.raises(ValueError, match=r"--vllm_quantization fp8: vLLM quantizes weights on GPUs alone\. Remove it"):
+        quantization_kwargs("fp8", dense)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert quantization_kwargs("fp8", dense) == {"quantization": "fp8_per_tensor"}
+    assert quantization_kwargs("bitsandbytes", dense) == {"quantization": "bitsandbytes"}
+    config = json.loads((dense / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (dense / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="are quantized already"):
+        quantization_kwargs("fp8", dense)
 
 
 def test_names_that_vllm_does_not_have() -> None:
