@@ -96,12 +96,15 @@ def check_engine_settings(options: GrpoOptions | GkdOptions | RolloutOptions | I
 
 
 def check_quantization(options: GrpoOptions | GkdOptions | RolloutOptions, model: HfConfig | None) -> None:
-    """Raise UsageError for --vllm_quantization with a model whose updates vLLM is not known to quantize."""
+    """Raise UsageError for --vllm_quantization with updates that vLLM is not known to quantize."""
     method = flag_value(options, "vllm_quantization")
-    if method is not None and model is not None and count_experts(model):
-        raise UsageError(
-            f"--vllm_quantization {method}: not for models with experts, whose updates are not tested. Remove it."
-        )
+    if method is None:
+        return
+    flag = f"--vllm_quantization {method}"
+    if model is not None and count_experts(model):
+        raise UsageError(f"{flag}: not for models with experts, whose updates are not tested. Remove it.")
+    if flag_value(options, "vllm_enable_lora"):
+        raise UsageError(f"{flag}: not tested with --vllm_enable_lora true. Remove one of them.")
 
 
 def _flag(name: str, settings: Mapping[str, object]) -> str:

@@ -101,6 +101,8 @@ def test_quantized_engines(model: Path, dense: Path, monkeypatch: pytest.MonkeyP
     for words in (rollout, GRPO):
         with pytest.raises(UsageError, match="--vllm_quantization fp8: not for models with experts"):
             check(model, [*words, *method], {}, settings)
+    with pytest.raises(UsageError, match="--vllm_quantization fp8: not tested with --vllm_enable_lora true"):
+        check(dense, [*rollout, *method, "--vllm_enable_lora", "true"], {}, settings)
 
 
 @pytest.mark.parametrize("words", [["--vllm_quantization", "fp8"], ["--vllm_enforce_eager", "true"]])
