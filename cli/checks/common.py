@@ -125,11 +125,12 @@ def check_infer(options: InferOptions) -> list[str]:
 
 
 def _check_engine_flags(options: InferOptions) -> None:
-    """Raise UsageError for vLLM's flags with another engine."""
+    """Raise UsageError for flags of vLLM that are set for another engine."""
     if options.infer_backend == "vllm":
         return
+    default = InferOptions()
     for name in flag_paths(InferOptions):
-        if name.startswith("vllm_") and flag_value(options, name) != flag_value(InferOptions(), name):
+        if name.startswith("vllm_") and flag_value(options, name) != flag_value(default, name):
             raise UsageError(f"{as_flag(name, options)}: only for vLLM. Set --infer_backend vllm, or remove it.")
 
 
