@@ -1,7 +1,7 @@
 """Rows of GRPO: prompts of equal lengths, and answers that end by their length.
 
 Rewards do not depend on the text, and one in 150,000 tokens of random weights ends an answer. vLLM is in the processes,
-or servers are on the last GPUs.
+or servers are on the last GPUs. A row of PPO has a critic beside.
 """
 
 # pyright: reportMissingImports=false
@@ -59,6 +59,26 @@ GRPO_ROWS = {
         length=544,
         layout="--use_vllm true --async_generate true",
         rlhf=replace(GRPO_SHORT, servers=1),
+    ),
+    # As many completions, one of a prompt; log-probabilities of a reference, and a critic that is trained in full.
+    "1.7b-ppo-server": Row(
+        "Qwen3-1.7B, PPO, a server on one GPU",
+        QWEN3 | SIZES["1.7b"] | TIED,
+        1,
+        64,
+        gpus=2,
+        steps=6,
+        warmup=2,
+        length=544,
+        layout="--use_vllm true",
+        rlhf=Rlhf(
+            "ppo",
+            32,
+            512,
+            "--reward_funcs coin --beta 0.05 --max_completion_length 512 --temperature 1 --vllm_max_model_len 1536",
+            PACKS,
+            servers=1,
+        ),
     ),
     # 64 prompts of 256 tokens with 8 answers of 512 each. All weights, with the optimizer's state on the GPUs, or
     # adapters, sent merged.

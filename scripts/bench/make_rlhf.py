@@ -15,11 +15,13 @@ MOST_TOKENS = 2_000_000  # of the text: later rows begin anew
 
 def rows_name(task: Rlhf) -> str:
     """Return the name of the rows of a task."""
-    return f"prompts-{task.prompt}" if task.kind == "grpo" else f"pairs-{task.prompt}-{task.answer}"
+    if task.generates:
+        return f"prompts-{task.prompt}"
+    return f"{'answers' if task.kind == 'gkd' else 'pairs'}-{task.prompt}-{task.answer}"
 
 
 def write_rows(data: Path, text: Path, checkpoint: Path, task: Rlhf) -> None:
-    """Write prompts, for DPO with two answers each, by the tokenizer of the checkpoint."""
+    """Write prompts, for GKD with an answer and for DPO with two, by the tokenizer of the checkpoint."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -48,7 +50,9 @@ def pieces(ids: list[int], decode: Callable[[list[int]], str]) -> Callable[[int]
 
 def row_of(task: Rlhf, take: Callable[[int], str]) -> dict[str, Any]:
     question = {"role": "user", "content": take(task.prompt)}
-    if task.kind == "grpo":
+    if task.generates:
         return {"messages": [question]}
     answer = {"role": "assistant", "content": take(task.answer)}
+    if task.kind == "gkd":
+        return {"messages": [question, answer]}
     return {"messages": [question, answer], "rejected_response": take(task.answer)}

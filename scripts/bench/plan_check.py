@@ -90,7 +90,14 @@ def check(run: Run, folder: Path) -> Check:
     # A plan takes FlashAttention-4 to be there if it is installed here.
     exchange = "all_gather" if "flash-attn-4" in run["versions"] else "p2p"
     flags = run["flags"] if "cp_comm_type" in run["flags"] else f"{run['flags']} --cp_comm_type {exchange}"
-    argv = command(run["system"], row, folder, folder, folder, gpus=run["gpus"], steps=1, site=None, flags=flags)
+    teacher = None
+    if row.rlhf and row.rlhf.teacher:
+        teacher = folder / "teacher"
+        teacher.mkdir(exist_ok=True)
+        (teacher / "config.json").write_text(json.dumps(ROWS[row.rlhf.teacher].config))
+    argv = command(
+        run["system"], row, folder, folder, folder, gpus=run["gpus"], steps=1, site=None, flags=flags, teacher=teacher
+    )
     options = read_options("megatron", argv[argv.index("rlhf" if row.rlhf else "sft") :])[0]
     gpus = run["gpus"] - (row.rlhf.servers if row.rlhf else 0)
     plan = plan_run(options, gpus, images_of(run), gpu_kind(run["device"]).memory * GIB)
@@ -112,7 +119,7 @@ def check(run: Run, folder: Path) -> Check:
 
 def training_memory(run: Run) -> float | None:
     """Return the GiB of training, without vLLM's; None if both have theirs at the same time."""
-    if not (rlhf := ROWS[run["row"]].rlhf) or rlhf.servers or rlhf.kind != "grpo":
+    if not (rlhf := ROWS[run["row"]].rlhf) or rlhf.servers or not rlhf.generates:
         return max(step["memory_gib"] for step in run["steps"])
     by_turns = [step["memory/train_gib"] for step in run["steps"] if "memory/train_gib" in step]
     return max(by_turns) - OUTSIDE / GIB if by_turns else None  # measured is all that is used of the GPU

@@ -47,7 +47,7 @@ NAMES = {"ours": "megaswift", "peer": "ms-swift", "peer-flash": "ms-swift, flash
 
 def table_of(row: Row) -> str:
     """Return the name of a row's table."""
-    if row.rlhf and row.rlhf.kind == "grpo":
+    if row.rlhf and row.rlhf.generates:
         return "rollouts"
     return "pictures" if row.pictures else "text"
 

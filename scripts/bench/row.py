@@ -19,6 +19,12 @@ class Rlhf:
     flags: str = ""  # of every system
     packs: str = ""  # flags of megaswift, which packs answers
     servers: int = 0  # GPUs that generate, and do not train
+    teacher: str | None = None  # row with the model of GKD's teacher
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the model's completions are trained on."""
+        return self.kind in ("grpo", "ppo")
 
 
 @dataclass(frozen=True)

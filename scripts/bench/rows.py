@@ -323,6 +323,17 @@ ROWS = {
         layout=OVERLAP,
         rlhf=DPO,
     ),
+    # Prompts of 256 tokens with answers of 768, all of whose distributions are compared with the teacher's.
+    "1.7b-gkd": Row(
+        "Qwen3-1.7B, GKD of answers, teacher Qwen3-4B",
+        QWEN3_MEDIUM,
+        1,
+        64,
+        steps=8,
+        length=1040,
+        rlhf=Rlhf("gkd", 256, 768, "--beta 0.5 --lmbda 0", "--packing true --packing_length 8448", teacher="4b"),
+        peer="--micro_batch_size 4",
+    ),
     # For conversion.py, since no machine of four GPUs trains it: 22 GB.
     "235b-4": Row(
         "Qwen3-235B-A22B, 4 layers",
@@ -391,6 +402,16 @@ ROWS = {
         length=400,
         documents=120,
         rlhf=Rlhf("dpo", 100, 100, DPO.flags),
+    ),
+    "tiny-gkd": Row(
+        "tiny, GKD of answers, teacher of the same shape",
+        QWEN3 | SIZES["tiny"],
+        1,
+        4,
+        steps=4,
+        length=400,
+        documents=120,
+        rlhf=Rlhf("gkd", 100, 100, "--beta 0.5 --lmbda 0", "--packing true --packing_length 800", teacher="tiny"),
     ),
     "vl-tiny": Row(
         "tiny, with pictures",

@@ -61,9 +61,13 @@ def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: floa
             raise RuntimeError(f"needs {row.gpus} GPUs")
         prepare(name, work, timeout)
         model, data = paths(name, work)
+        teacher = None
+        if row.rlhf and row.rlhf.teacher:
+            prepare(row.rlhf.teacher, work, timeout)
+            teacher = paths(row.rlhf.teacher, work)[0]
         argv = command(
             system, row, model, data, folder / "out", gpus=gpus, steps=steps + 5, site=arguments.peer_site,
-            flags=flags if is_traced else arguments.flags,
+            flags=flags if is_traced else arguments.flags, teacher=teacher,
         )  # fmt: skip
         line = shlex.join(["python", *argv[1:]])
         result["command"] = line.replace(f"{Path(__file__).parents[2]}/", "")  # without a path of this machine

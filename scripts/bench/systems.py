@@ -50,7 +50,17 @@ def _missing() -> Any:
 
 
 def command(
-    system: str, row: Row, model: Path, data: Path, out: Path, *, gpus: int, steps: int, site: Path | None, flags: str
+    system: str,
+    row: Row,
+    model: Path,
+    data: Path,
+    out: Path,
+    *,
+    gpus: int,
+    steps: int,
+    site: Path | None,
+    flags: str,
+    teacher: Path | None = None,
 ) -> list[str]:
     """Return the argv of a run that writes `out`/logging.jsonl. flags: extra flags for megaswift"""
     task, sizes = (
@@ -58,6 +68,7 @@ def command(
     )
     common = f"--model {model} --dataset {data} {sizes} --output_dir {out} "
     common += f"--micro_batch_size {row.micro_batch} --global_batch_size {row.batch_on(gpus)} --train_iters {steps} "
+    common += f"--teacher_model {teacher} " if teacher else ""
     common += f"--add_version false --logging_steps 1 --save_steps 100000 {LEARNING} {row.layout}"
     if system not in PEERS:
         return [sys.executable, "-m", "megaswift.cli.main", "megatron", task, *_words(common, VARIANTS[system], flags)]
@@ -75,7 +86,7 @@ def rlhf_flags(system: str, row: Row) -> str:
     """Return the flags of the task. No row of the data is as long as --max_length, which bounds prompts in GRPO."""
     assert row.rlhf
     flags = f"--rlhf_type {row.rlhf.kind} {row.rlhf.flags} --max_length {row.length * 5 // 4}"
-    if row.rlhf.kind == "grpo":
+    if row.rlhf.generates:
         flags += f" --external_plugins {PEER_COIN if system in PEERS else COIN}"
     if system not in PEERS:
         flags += f" {row.rlhf.packs}"

@@ -292,6 +292,12 @@ class GrpoOptions(SftOptions):
         if policy.epsilon_high is None:
             policy.epsilon_high = 5.0 if policy.loss_type == "cispo" else policy.epsilon
 
+    @property
+    def records_old_log_probs(self) -> bool:
+        """Return whether the policy's log-probabilities are computed before the steps on a rollout batch."""
+        steps = (self.sampling.steps_per_generation or 1) * self.sampling.num_iterations
+        return steps > 1 or self.kl_in_reward or self.router_replay_mode == "R2"
+
 
 @dataclass
 class PpoOptions(GrpoOptions):
@@ -306,6 +312,10 @@ class PpoOptions(GrpoOptions):
     kl_in_reward: Annotated[
         bool, "Subtract the KL divergence from the reward of each token; false: add it to the loss."
     ] = True
+
+    @property
+    def records_old_log_probs(self) -> bool:
+        return True
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from ...bridge.options import ModelOptions
 
 MomentType = Literal["fp32", "fp16", "bf16", "fp8"]
-PlannedRlhf = Literal["dpo", "orpo", "simpo", "cpo", "kto", "rm", "grpo"]
+PlannedRlhf = Literal["dpo", "orpo", "simpo", "cpo", "kto", "rm", "grpo", "ppo", "gkd"]
 GpuName = Literal["h100", "h200", "h20", "a100", "b200", "l40s"]
 
 
@@ -20,10 +20,11 @@ class PlanOptions:
     model_revision: Annotated[str | None, "Branch, tag or commit of the hub's model."] = None
     rlhf_type: Annotated[
         PlannedRlhf | None,
-        "Plan `megatron rlhf` with its reference model; grpo: training on what is generated, without vLLM. Default: "
-        "`megatron sft`.",
+        "Plan `megatron rlhf` with its reference model, critic or teacher; grpo, ppo, gkd: training on what is "
+        "generated, without vLLM. Default: `megatron sft`.",
     ] = None
-    beta: Annotated[float | None, "grpo: as in the run; 0: without a reference model.", "[0, inf)"] = None
+    beta: Annotated[float | None, "grpo, ppo: as in the run; 0: without a reference model.", "[0, inf)"] = None
+    teacher_model: Annotated[str | None, "gkd: the teacher, a folder or a hub id. Its config.json is enough."] = None
     gpus: Annotated[int, "Number of GPUs.", "(0, inf)"] = 8
     gpus_per_node: Annotated[int, "GPUs of a node, which NVLink connects.", "(0, inf)"] = 8
     gpu: Annotated[GpuName, "Kind of GPU; none needs to be present."] = "h100"

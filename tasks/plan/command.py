@@ -8,16 +8,19 @@ from ...bridge.checkpoint.quantized import quantization_of, weight_reader
 from ...templates.plural import plural
 from ..options import PlanOptions
 from ..system.memory import GIB
+from .further_models import with_models_of_plan
 from .gpus import GPUS
-from .memory import OUTSIDE, Memory, Workload, host_bytes
+from .make_workload import make_workload
+from .memory import OUTSIDE, Memory, host_bytes
 from .search import Plan, Search, search, smallest_cluster
 from .speed import Machine, StepTime
 from .table import aligned, choices
-from .workload import make_workload
+from .workload import Workload
 
 HEADINGS = (
     "layout", "micro batch", "recompute", "AdamW on", *Memory._fields, "GiB", "s/step", "tokens/s/GPU", "slower by"
 )  # fmt: skip
+GENERATING = "grpo", "ppo", "gkd"  # tasks whose packs have completions
 TOO_LARGE = 3  # faster layouts that are named although they do not fit
 
 
@@ -28,7 +31,8 @@ def run(options: PlanOptions, sources: dict[str, str]) -> int:
     weight_reader(folder, hf_config)  # raises ValueError for an unknown quantization
     device = GPUS[options.gpu].name
     memory = options.memory or GPUS[options.gpu].memory
-    work = replace(make_workload(hf_config, load_config(folder), options), gpu_bytes=memory * GIB)
+    work = with_models_of_plan(make_workload(hf_config, load_config(folder), options), options)
+    work = replace(work, gpu_bytes=memory * GIB)
     _check_task(options, work)
     _check_offload(options, work)
     machine = Machine.of(device, options.gpus_per_node)
@@ -61,6 +65,8 @@ def _check_task(options: PlanOptions, work: Workload) -> None:
         raise ValueError(f"{flag}: not planned with images. Set --image_share 0, which plans the language model alone")
     if work.fp8 and work.task.reference != "none":
         raise ValueError(f"{flag}: not planned in FP8 beside a reference model. Remove --fp8_format")
+    if work.fp8 and options.rlhf_type == "gkd":
+        raise ValueError(f"{flag}: not planned in FP8. Remove --fp8_format")
     if work.depths:
         raise ValueError(f"{flag} cannot be used with --mtp_num_layers. Remove one of them")
 
@@ -97,7 +103,11 @@ def _command(options: PlanOptions, work: Workload, plan: Plan) -> str:
     task, packs = "sft", f"--max_length {work.length} --global_batch_size {work.global_batch}"
     if options.rlhf_type:
         task = f"rlhf --rlhf_type {options.rlhf_type}" + ("" if options.beta is None else f" --beta {options.beta:g}")
-    if options.rlhf_type == "grpo":  # the batch counts completions, and --max_length is of prompts
+    if options.rlhf_type == "ppo":
+        task += " --offload_critic true"
+    if options.rlhf_type == "gkd":
+        task += f" --teacher_model {options.teacher_model}"
+    if options.rlhf_type in GENERATING:  # the batch counts completions, and --max_length is of prompts
         completions = work.global_batch * (work.length // work.document_length)
         packs = f"--packing_length {work.length} --max_length ... --global_batch_size {completions}"
     words = [
@@ -192,9 +202,12 @@ def _task(options: PlanOptions, work: Workload) -> str:
     """Return the words for a task of `megatron rlhf`."""
     if options.rlhf_type is None:
         return ""
-    other = " beside a reference model" if work.task.reference == "kept" else ""
-    generation = ", without generation" if options.rlhf_type == "grpo" else ""
-    return f", for {options.rlhf_type}{other}{generation}"
+    others = ["a reference model"] if work.task.reference == "kept" else []
+    if work.further:
+        others.append("a critic" if work.further.is_trained else f"{options.teacher_model}")
+    beside = f" beside {' and '.join(others)}" if others else ""
+    generation = ", without generation" if options.rlhf_type in GENERATING else ""
+    return f", for {options.rlhf_type}{beside}{generation}"
 
 
 def _misfit(

@@ -5,22 +5,20 @@ scripts/bench hold the sum against `torch.cuda.max_memory_reserved` (tests/tasks
 """
 
 from collections.abc import Iterator
-from copy import copy
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.core.transformer import TransformerConfig
 
 from ...bridge.layers.delta_rule import CHUNK
+from ...bridge.layers.divergence import CHUNK_LOGITS
 from ...bridge.mapping.architecture import Layer
-from ..observability.flops import Flops
 from ..system.memory import GIB
 from .gpu_layout import GpuLayout
-from .parameters import ModelParameters, Parameters
-from .task import SFT, TaskWork
-from .tower import BYTES, TowerWork
+from .parameters import Parameters
+from .tower import BYTES
+from .workload import Workload
 
 OUTSIDE = 2 * GIB  # CUDA's context and NCCL's buffers on a GPU, which PyTorch does not count
 # What PyTorch reserves beyond tensors that live at the peak: fragments, workspaces, buckets of gradients.
@@ -46,6 +44,10 @@ PREDICTION_VALUES = 6
 # Layers with activations on the GPU while those of the others are on the host: one computes, its neighbours leave or
 # arrive. Fitted to Qwen3-4B's documents of 131,072 tokens.
 RESIDENT_LAYERS = 3
+# fp32 values of a chunk of logits while a student is compared with its teacher, by the operations of
+# layers/divergence.py; with the teacher's likeliest tokens alone, one and its bf16 copy.
+COMPARED_BYTES, COMPARED_TOP_BYTES = 6 * 4, 6
+TOP_BYTES = 2 * 4  # log-probability and id of a teacher's token
 FP8_WEIGHT_BYTES = 2  # copy of a matrix and its transpose, which the products of both passes read
 
 
@@ -64,120 +66,22 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-@dataclass(frozen=True)
-class Fp8:
-    """Matrix products of the layers in FP8."""
-
-    stores_weights: bool  # their weights are kept in FP8 alone
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Model, batch and tuner of a run, as far as memory and time depend on them."""
-
-    config: TransformerConfig
-    parameters: ModelParameters
-    vocab_size: int  # 0: a score head replaces the output layer
-    length: int  # tokens of a pack
-    document_length: int  # mean tokens of a document
-    global_batch: int  # packs
-    lora_rank: int | None = None  # None: all parameters are trained
-    lora_dropout: float = 0.0
-    gradient_bytes: int = 4  # bytes of a parameter's gradient
-    optimizer_bytes: int = 12  # bytes of a parameter's state in AdamW: a master and two moments
-    offload_fraction: float = 1.0  # share of AdamW's state, in layouts with it on the host
-    fp8: Fp8 | None = None  # None: bf16
-    tower: TowerWork | None = None  # None: none is built
-    gathers_keys: bool = False  # context parallelism gathers keys and values; False: sends them in a ring
-    gpu_bytes: float = 80 * GIB  # memory of a GPU
-    task: TaskWork = SFT
-
-    @property
-    def batch(self) -> int:
-        """Samples of a step, which a layout has to divide."""
-        return self.task.completions or self.global_batch
-
-    def layer(self, layer: int) -> Layer:
-        return self.config.architecture.layers[layer]  # type: ignore[attr-defined]
-
-    @property
-    def trained_tower(self) -> int:
-        """Trained parameters of the tower. Every rank holds all of them."""
-        if self.tower is None:
-            return 0
-        tower, mergers = self.parameters.tower.total, self.parameters.mergers.total
-        return tower * self.tower.trains_layers + mergers * self.tower.trains_mergers
-
-    def is_sparse(self, layer: int) -> bool:
-        """Return whether a layer, from 0, has experts."""
-        return self._sparse[layer]
-
-    # A search reads these some ten thousand times.
-    @cached_property
-    def _sparse(self) -> list[bool]:
-        layers, frequency = range(self.config.num_layers), self.config.moe_layer_freq
-        if not self.config.num_moe_experts:
-            return [False] * len(layers)
-        return [bool(frequency[n] if isinstance(frequency, list) else n % frequency == 0) for n in layers]
-
-    @cached_property
-    def flops(self) -> Flops:
-        """Cost of the model without layers of multi-token prediction."""
-        return self._flops_with(0)
-
-    @cached_property
-    def predicting_flops(self) -> Flops:
-        """Cost of the model with its layers of multi-token prediction."""
-        return self._flops_with(self.depths)
-
-    def _flops_with(self, depths: int) -> Flops:
-        sizes: Any = copy(self.config)
-        sizes.architecture = replace(sizes.architecture, mtp_depths=depths)
-        return Flops.of(sizes, self.vocab_size, trained=1.0 if self.lora_rank is None else 0.0)
-
-    @property
-    def depths(self) -> int:
-        """Number of layers of multi-token prediction."""
-        return self.config.architecture.mtp_depths  # type: ignore[attr-defined]
-
-    @cached_property
-    def prediction_like(self) -> int:
-        """Layer of the model whose kind those of multi-token prediction have."""
-        layers, has_experts = range(self.config.num_layers), bool(self.config.num_moe_experts)
-        alike = (n for n in layers if self.layer(n) == Layer() and self.is_sparse(n) == has_experts)
-        return max(alike, default=self.config.num_layers - 1)
-
-    @cached_property
-    def kinds(self) -> list[int]:
-        """For each layer the first one that is like it."""
-        firsts: dict[tuple[Layer, bool], int] = {}
-        layers = range(self.config.num_layers)
-        return [firsts.setdefault((self.layer(layer), self.is_sparse(layer)), layer) for layer in layers]
-
-    @cached_property
-    def has_usual_attention(self) -> bool:
-        """Return whether all layers have attention that is not latent."""
-        is_latent, layers = self.config.multi_latent_attention, range(self.config.num_layers)
-        return not is_latent and all(self.layer(layer).mixer == "attention" for layer in layers)
-
-    @property
-    def has_dense_mlps(self) -> bool:
-        """Return whether a layer has an MLP that is not of experts."""
-        layers = range(self.config.num_layers)
-        return any(self.layer(layer).has_mlp and not self.is_sparse(layer) for layer in layers)
-
-
 def memory_of_rank(work: Workload, layout: GpuLayout) -> Memory:
     """Return the memory of a rank in the pipeline stage, and with the micro batch, that need most."""
     kept = kept_patches(work, layout)
     return max(
-        (_memory_of_stage(work, layout, *stage, share, kept) for stage, share in _cases(work, layout)), key=_total
+        (
+            _with_other_models(work, layout, stage, _memory_of_stage(work, layout, stage, layers, share, kept))
+            for (stage, layers), share in _cases(work, layout)
+        ),
+        key=_total,
     )
 
 
 def host_bytes(work: Workload, layout: GpuLayout) -> float:
-    """Return the bytes of host memory that a rank fills: optimizer's state, activations and a reference model."""
-    on_gpu = memory_of_rank(work, replace(layout, offloads=False)).optimizer
+    """Return the bytes of host memory that a rank fills: optimizer's state, activations and other models."""
+    alone = replace(work, further=None, reward_bytes=0.0)
+    on_gpu = memory_of_rank(alone, replace(layout, offloads=False)).optimizer
     state = on_gpu * work.offload_fraction * (work.optimizer_bytes - BYTES) / work.optimizer_bytes
     tokens = layout.micro_batch * work.length / layout.context
     micro_batches = layout.micro_batches(work.global_batch)
@@ -185,8 +89,19 @@ def host_bytes(work: Workload, layout: GpuLayout) -> float:
         tokens * layout.chunks_in_flight(stage, micro_batches) / layout.virtual * offloaded_bytes(work, layout, layers)
         for stage, layers in enumerate(layout.stages(work.config.num_layers))
     )
-    reference = memory_of_rank(work, layout).weights if work.task.reference == "offloaded" else 0.0
-    return (state if layout.offloads else 0.0) + activations + reference
+    reference = memory_of_rank(alone, layout).weights if work.task.reference == "offloaded" else 0.0
+    return (state if layout.offloads else 0.0) + activations + reference + _host_bytes_of_further(work, layout)
+
+
+def _host_bytes_of_further(work: Workload, layout: GpuLayout) -> float:
+    """Return the bytes of host memory of a further model: what is offloaded to it between uses, and its optimizer."""
+    if work.further is None or work.further_work is None:
+        return 0.0
+    memory = memory_of_rank(work.further_work, replace(layout, offloaded_layers=0))
+    between_uses = memory.weights + memory.optimizer * work.further.is_trained if work.further.is_offloaded else 0.0
+    return between_uses + (
+        host_bytes(work.further_work, replace(layout, offloaded_layers=0)) if work.further.is_trained else 0.0
+    )
 
 
 def kept_patches(work: Workload, layout: GpuLayout) -> int:
@@ -241,6 +156,8 @@ def _memory_of_stage(
     scored = 1 + depths if depths else 1 - image_share  # logits of a token
     logits = BYTES * tokens * scored * work.vocab_size / layout.tensor if is_last else 0.0
     logits = min(logits, (KEPT_LOGITS + LOGITS_CHUNK) * work.gpu_bytes)
+    if is_last and work.task.distillation:
+        logits = _compared_bytes(work, layout, tokens) + logits * work.task.distillation.adds_likelihood
     recomputed = layout.recomputed_share(len(layers))
     # Bytes that a layer computes again when the logits are freed, and of the gradients within its MLP.
     within_mlps = [bytes_by_kind[layer][1] for layer in kinds]
@@ -289,6 +206,68 @@ def _memory_of_stage(
         logits,
         reserve,
     )
+
+
+def _with_other_models(work: Workload, layout: GpuLayout, stage: int, memory: Memory) -> Memory:
+    """Return the memory of a rank in a stage with that of a reward model, a critic or a teacher.
+
+    memory: without them
+    """
+    if stage == 0:
+        memory = memory._replace(weights=memory.weights + work.reward_bytes)
+    if work.further and work.further_work:
+        layers = layout.stages(work.further_work.config.num_layers)[stage]
+        on_gpu = replace(layout, offloaded_layers=0)
+        further = _memory_of_stage(work.further_work, on_gpu, stage, layers, 0.0, 0)
+        memory = (_with_critic if work.further.is_trained else _with_teacher)(work, layout, stage, memory, further)
+    if stage == layout.pipeline - 1 and work.task.distillation:
+        memory = memory._replace(activations=memory.activations + _kept_outputs_of_teacher(work, layout))
+    return memory
+
+
+def _with_critic(work: Workload, layout: GpuLayout, stage: int, memory: Memory, critic: Memory) -> Memory:
+    """Return the memory of a rank with a critic. The policy's states stay on the GPU during the critic's step."""
+    step, reserve = critic.activations + critic.logits, critic.reserve - RESERVE
+    if work.further and work.further.is_offloaded:
+        during = step + critic.weights + critic.gradients + critic.optimizer + reserve
+        return memory._replace(activations=max(memory.activations, during - memory.logits))
+    return Memory(
+        memory.weights + critic.weights,
+        memory.gradients + critic.gradients,
+        memory.optimizer + critic.optimizer,
+        max(memory.activations, step - memory.logits),
+        memory.logits,
+        memory.reserve + reserve,
+    )
+
+
+def _with_teacher(work: Workload, layout: GpuLayout, stage: int, memory: Memory, teacher: Memory) -> Memory:
+    """Return the memory of a rank with a teacher, whose forward passes come before the step."""
+    if not (work.further and work.further.is_offloaded):
+        return memory._replace(weights=memory.weights + teacher.weights)
+    weights = memory.weights
+    compares_all = work.task.distillation is not None and work.task.distillation.top is None
+    if stage == layout.pipeline - 1 and compares_all:  # by the output layer's matrix, which stays
+        parameters = work.further.work.parameters
+        matrix = parameters.embedding if parameters.tied else parameters.output
+        weights += BYTES * matrix.split / layout.tensor
+    return memory._replace(weights=weights, activations=max(memory.activations, teacher.weights - memory.logits))
+
+
+def _compared_bytes(work: Workload, layout: GpuLayout, tokens: float) -> float:
+    """Return the bytes of the logits that are compared with a teacher's at a time. tokens: of a rank's micro batch"""
+    is_whole = work.task.distillation is not None and work.task.distillation.top is None
+    logits = min(tokens * work.vocab_size / layout.tensor, CHUNK_LOGITS)
+    return (COMPARED_BYTES if is_whole else COMPARED_TOP_BYTES) * logits
+
+
+def _kept_outputs_of_teacher(work: Workload, layout: GpuLayout) -> float:
+    """Return the bytes of a teacher's outputs for all micro batches of a step, on the last pipeline stage."""
+    tokens = layout.micro_batches(work.global_batch) * layout.micro_batch * work.length / layout.context
+    if work.task.distillation and work.task.distillation.top:
+        return TOP_BYTES * tokens * work.task.distillation.top
+    hidden = work.further_work.config.hidden_size if work.further_work else 0
+    return BYTES * tokens * hidden / layout.tensor
 
 
 def kept_attention_bytes(work: Workload, layout: GpuLayout) -> float:

@@ -15,15 +15,17 @@ from ...bridge.option_groups import flag_value
 from ...bridge.options import KernelOptions, MoEOptions, RecomputeOptions
 from ...templates.plural import plural
 from ..observability.run_logger import duration
-from ..options import GrpoOptions, PlanOptions, SftOptions
+from ..options import GkdOptions, GrpoOptions, PlanOptions, SftOptions
 from ..system.memory import GIB, host_memory_share
+from .further_models import divides_further_model, with_models_of_run
 from .gpu_layout import GpuLayout, Recompute
-from .memory import OUTSIDE, Memory, Workload, kept_patches, memory_of_rank
+from .make_workload import make_workload
+from .memory import OUTSIDE, Memory, kept_patches, memory_of_rank
 from .search import search, smallest_cluster
 from .speed import Machine, seconds_per_step
-from .task import NEXT_TOKENS, PLANNED, TaskWork, unplanned_task_flags
+from .task import NEXT_TOKENS, PLANNED, TaskWork, counts_documents, unplanned_task_flags
 from .tower import IMAGE_SHARE, IMAGE_TOKENS
-from .workload import make_workload
+from .workload import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -158,12 +160,19 @@ def _plan_model(options: SftOptions, world: int, images: Images, gpu_bytes: floa
     try:
         weight_reader(folder, hf_config)  # weights of a known quantization are read as bf16
         task = TaskWork.of(options)
-        work = make_workload(hf_config, load_config(folder), plan_options(options, world, images), task)
+        plan = plan_options(options, world, images)
+        work = make_workload(hf_config, load_config(folder), plan, task)
     except ValueError as error:
         raise UnplannedRunError(str(error)) from None
+    try:
+        work = with_models_of_run(work, options, plan)
+    except (OSError, ValueError) as error:
+        raise UnplannedRunError(str(error)) from None
+    layout = layout_of(options, world)
+    if not divides_further_model(work, layout):
+        raise UnplannedRunError("a critic or teacher that the layout does not divide")
     if gpu_bytes:
         work = replace(work, gpu_bytes=gpu_bytes)
-    layout = layout_of(options, world)
     is_measured = _has_measured_activations(options, work, layout, hf_config["model_type"])
     return RunPlan(work, layout, is_measured, options.data.packing)
 
@@ -173,17 +182,22 @@ def pack_length(options: SftOptions) -> int | None:
     data = options.data
     if data.packing or data.max_length is None:
         return (data.packing and data.packing_length) or data.max_length
-    if isinstance(options, GrpoOptions):
-        return data.max_length + options.sampling.max_completion_length
-    return data.max_length * TaskWork.of(options).documents
+    return _longest_document(options, data.max_length) * TaskWork.of(options).documents
+
+
+def _longest_document(options: SftOptions, max_length: int) -> int:
+    """Return the tokens of the longest document: a prompt with its completion, where there are completions."""
+    if isinstance(options, GrpoOptions | GkdOptions) and options.generates:
+        return max_length + options.sampling.max_completion_length
+    return max_length
 
 
 def _packs_of_step(options: SftOptions) -> int:
-    """Return the samples of a step: packs, or in GRPO those that its completions fill if all are as long as can be."""
+    """Return the samples of a step: packs, or those that its documents fill if all are as long as can be."""
     size, data = options.training.global_batch_size, options.data
-    if not (isinstance(options, GrpoOptions) and data.packing and data.packing_length and data.max_length):
+    if not (counts_documents(options) and data.packing and data.packing_length and data.max_length):
         return size
-    per_pack = max(1, data.packing_length // (data.max_length + options.sampling.max_completion_length))
+    per_pack = max(1, data.packing_length // _longest_document(options, data.max_length))
     return math.ceil(size / per_pack)
 
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
 
+from .further_models import divides_further_model
 from .gpu_layout import RECOMPUTE, GpuLayout
-from .memory import Memory, Workload, host_bytes, memory_of_rank
+from .memory import Memory, host_bytes, memory_of_rank
 from .speed import Machine, StepTime, step_time
+from .workload import Workload
 
 MICRO_BATCHES = 1, 2, 4, 8, 16
 DIVISION = "virtual", "first", "last"
@@ -92,7 +94,7 @@ def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, Any
     stages = range(1, 2 if config.architecture.is_one_stage else min(gpus, config.num_layers) + 1)  # type: ignore[attr-defined]
     powers = [2**power for power in range(11) if 2**power <= gpus]
     values = {
-        "tensor": [n for n in powers if n <= machine.per_node and _divides_matrices(work, n)],
+        "tensor": [n for n in powers if n <= machine.per_node and all(_divides_matrices(w, n) for w in work.models)],
         "pipeline": [n for n in stages if gpus % n == 0],
         "context": [n for n in powers if work.length % (2 * n) == 0],
         "expert": [n for n in powers if config.num_moe_experts and config.num_moe_experts % n == 0] or [1],
@@ -122,6 +124,7 @@ def _divisions(work: Workload, layout: GpuLayout, pins: Mapping[str, Any]) -> It
         # megatron-core's interleaved schedule takes as many micro batches as stages at a time.
         is_interleaved = stages > 1 and layout.micro_batches(work.global_batch) % stages == 0
         is_valid = (virtual == 1 or is_interleaved) and (stages > 1 or first is last is None) and choice.divides(layers)
+        is_valid = is_valid and divides_further_model(work, choice)
         if is_valid and min(map(len, choice.stages(layers))) >= pins.get("offloaded_layers", 0):
             yield choice
 

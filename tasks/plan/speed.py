@@ -5,7 +5,7 @@ slower.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...bridge.mapping.architecture import Architecture
@@ -14,13 +14,13 @@ from .gpu_layout import GpuLayout
 from .gpus import GPUS, gpu_kind
 from .memory import (
     BYTES,
-    Workload,
     kept_attention_bytes,
     kept_patches,
     key_values,
     offloaded_bytes,
     quantized_values,
 )
+from .workload import Workload
 
 # Share of the peak that products reach: BEST for large matrices, less for a hidden size near SMALL.
 BEST, SMALL = 0.602, 768.0
@@ -38,6 +38,9 @@ PCIE, SHARED_PCIE = 48e9, 34e9
 OVERLAP = 0.83  # share of the gradients' exchange that is hidden behind the backward pass
 FP8_SPEEDUP = 1.9  # speed of products, relative to bf16
 QUANTIZATION = 6.5e-12  # seconds to quantize a value of their inputs and outputs, both passes
+# How often logits in fp32 are written or read while a student is compared with its teacher, by the operations of
+# layers/divergence.py on both models' logits.
+COMPARED_PASSES = 75.0
 LORA_OVERHEAD = 1.2  # adapters add small products
 # Operations that take the time of both passes of the adapters of an expert, for one token. Their small products depend
 # on the tokens more than on the experts' sizes: those of Qwen3-30B-A3B and of gpt-oss-20b take about the same.
@@ -93,7 +96,26 @@ def seconds_per_step(work: Workload, layout: GpuLayout, machine: Machine) -> flo
 
 
 def step_time(work: Workload, layout: GpuLayout, machine: Machine) -> StepTime:
-    """Return the expected time of a step of `work.global_batch` packs."""
+    """Return the expected time of a step of `work.global_batch` packs, with that of a critic or a teacher."""
+    own = _step_of_model(work, layout, machine)
+    model = work.further_work
+    if work.further is None or model is None:
+        return own
+    layout = replace(layout, offloaded_layers=0)
+    if work.further.is_trained:
+        return _sum(own, _step_of_model(model, layout, machine))
+    # A forward pass takes what one more of them adds to a step.
+    more = replace(model, task=replace(model.task, forwards=model.task.forwards + 1))
+    with_forward, without = (_step_of_model(each, layout, machine) for each in (more, model))
+    return _sum(own, StepTime(*(a - b for a, b in zip(with_forward, without, strict=True))))
+
+
+def _sum(*times: StepTime) -> StepTime:
+    return StepTime(*map(sum, zip(*times, strict=True)))
+
+
+def _step_of_model(work: Workload, layout: GpuLayout, machine: Machine) -> StepTime:
+    """Return the expected time of a step of one model."""
     micro_batches = layout.micro_batches(work.global_batch)
     stages = _stage_times(work, layout, machine)
     slowest = max(stages, key=sum)
@@ -131,6 +153,7 @@ def _stage_times(work: Workload, layout: GpuLayout, machine: Machine) -> list[tu
         if is_last:
             seconds += _output_seconds(work, layout, flops, machine, 1 - image_share)
             seconds += _prediction_seconds(work, layout, machine, 1 - image_share)
+            seconds += _comparison_seconds(work, layout, machine)
         exchanges = (part + depths / config.num_layers) * exchange + sending
         wait = max(_host_seconds(work, layout, len(layers) + depths, recomputed) - seconds - exchanges, 0.0)
         wait += _offload_wait(work, layout, layers, seconds + exchanges)
@@ -221,6 +244,21 @@ def _output_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Ma
     tokens = layout.micro_batch * work.length * text_share / (layout.tensor * layout.context)
     overhead = LORA_OVERHEAD if work.lora_rank is not None else 1.0
     return overhead * SCORED * passes * 2 * flops.output * tokens / _dense_rate(work, layout) / machine.peak_flops
+
+
+def _comparison_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
+    """Return the seconds of a micro batch in the comparison of its logits with a teacher's, beside the output layer.
+
+    The backward pass computes the logits again: the student's, and without `top` the teacher's, in both passes.
+    """
+    if work.task.distillation is None:
+        return 0.0
+    tokens = SCORED * layout.micro_batch * work.length / (layout.tensor * layout.context)
+    products, moved = 2 * work.flops.output * tokens, 0.0
+    if work.task.distillation.top is None and work.further_work:
+        products += 2 * 2 * work.further_work.flops.output * tokens
+        moved = COMPARED_PASSES * 4 * tokens * work.vocab_size
+    return products / _dense_rate(work, layout) / machine.peak_flops + moved / (BANDWIDTH * machine.bandwidth)
 
 
 def _prediction_seconds(work: Workload, layout: GpuLayout, machine: Machine, text_share: float) -> float:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ...templates.json_types import JsonObject
 from ..system.memory import GIB
-from .memory import Workload
 from .search import Plan
 from .table import aligned, choices
+from .workload import Workload
 
 FAST, MEMORY, FAILED, SLOW = "measured", "out of memory", "failed", "timed out"
 HEADINGS = (

@@ -123,8 +123,6 @@ class Grpo:
         self.metrics = self.worker.metrics
         self.loss = PolicyLoss(options)
         self.advantages = AdvantageEstimator(options)
-        self.needs_old_log_probs = options.sampling.steps_per_generation * options.sampling.num_iterations > 1
-        self.needs_old_log_probs |= options.kl_in_reward or self.replay == "R2"
         self.async_rollout = AsyncRollout() if options.async_generate else None
         self.next_batch: RolloutBatch | None = None  # generated ahead
         self.pending: list[list[Episode]] = []  # episodes of each remaining step on the current rollout batch
@@ -153,7 +151,7 @@ class Grpo:
         for step in trainer.steps():
             if not self.pending:
                 episodes = self.collect(trainer, step)
-                if self.needs_old_log_probs:
+                if self.options.records_old_log_probs:
                     self.record_old_log_probs(trainer, episodes)
                 if self.reference:
                     self.record_ref_log_probs(trainer, episodes, self.reference)

@@ -13,9 +13,9 @@ from ...bridge.model.model import Model
 from ..distributed.collectives import all_gather_objects
 from ..options import GrpoOptions
 from ..options.rollout import EngineOptions
-from ..plan.memory import BYTES, OUTSIDE, key_values
+from ..plan.make_workload import TYPE_BYTES
+from ..plan.memory import BYTES, OUTSIDE, key_values, memory_of_rank
 from ..plan.run_plan import TEXT, Images, UnplannedRunError, plan_run, step_bytes
-from ..plan.workload import TYPE_BYTES
 from ..run.context import Run
 from ..system.memory import GIB
 
@@ -175,7 +175,7 @@ def planned_engine_memory(
     needs = MemoryNeeds(
         gpu_bytes,
         memory.weights + OUTSIDE,
-        memory.weights / (2 if work.task.reference == "kept" else 1),
+        memory_of_rank(work.alone, plan.layout).weights,
         memory.gradients,
         memory.optimizer,
         BYTES * work.parameters.language / engine.vllm_tensor_parallel_size,

@@ -50,11 +50,10 @@ def script(tmp_path):
     return path
 
 
-def flags_of(system: str, row: str, script: Path, *, gpus: int) -> dict[str, str]:
+def flags_of(system: str, row: str, script: Path, *, gpus: int, teacher: Path | None = None) -> dict[str, str]:
     """Return the flags of a row's command; ms-swift's starts `script`."""
-    words = systems.command(
-        system, ROWS[row], Path("m"), Path("d"), Path("o"), gpus=gpus, steps=9, site=script.parents[3], flags=""
-    )
+    paths, site = (Path("m"), Path("d"), Path("o")), script.parents[3]
+    words = systems.command(system, ROWS[row], *paths, gpus=gpus, steps=9, site=site, flags="", teacher=teacher)
     assert (str(script) in words) == (system == "peer")
     first = words.index("--model")
     return dict(zip(words[first::2], words[first + 1 :: 2], strict=True))
@@ -66,6 +65,25 @@ def test_both_systems_get_the_same_pairs(script):
     assert [ours[f"--{name}"] for name in ("rlhf_type", "packing", "micro_batch_size", "global_batch_size")] == [
         "dpo", "false", "2", "32",
     ]  # fmt: skip
+
+
+def test_both_systems_learn_from_the_same_teacher(script):
+    ours, peer = (flags_of(name, "1.7b-gkd", script, gpus=1, teacher=Path("t")) for name in ("ours", "peer"))
+    names = "rlhf_type", "teacher_model", "beta", "lmbda", "global_batch_size", "max_length", "dataset", "lr"
+    assert [ours[f"--{name}"] for name in names] == [peer[f"--{name}"] for name in names]
+    assert [ours[f"--{name}"] for name in names[:4]] == ["gkd", "t", "0.5", "0"]
+
+
+def test_answers_have_even_lengths(work):
+    from transformers import AutoTokenizer
+
+    make.main("tiny-gkd", work)
+    folder, data = make.paths("tiny-gkd", work)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    lengths = [len(tokenizer(turn["content"])["input_ids"]) for turn in rows[0]["messages"]]
+    assert lengths == [pytest.approx(100, rel=0.1)] * 2
+    assert set(rows[0]) == {"messages"}
 
 
 def test_prompts_are_as_long_as_said(work):

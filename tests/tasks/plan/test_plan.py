@@ -13,11 +13,12 @@ from megaswift.bridge.kernels import flash_attention
 from megaswift.tasks.options import PlanOptions
 from megaswift.tasks.plan import command
 from megaswift.tasks.plan.gpu_layout import GpuLayout
-from megaswift.tasks.plan.memory import Workload, host_bytes, kept_attention_bytes, memory_of_rank
+from megaswift.tasks.plan.make_workload import make_workload
+from megaswift.tasks.plan.memory import host_bytes, kept_attention_bytes, memory_of_rank
 from megaswift.tasks.plan.parameters import count_parameters
 from megaswift.tasks.plan.search import search
 from megaswift.tasks.plan.speed import Machine, seconds_per_step, step_time
-from megaswift.tasks.plan.workload import make_workload
+from megaswift.tasks.plan.workload import Workload
 from megatron.core.pipeline_parallel import schedules
 
 from tests.bridge.families import test_prediction

@@ -113,7 +113,7 @@ def test_a_fault_of_the_plan_stops_no_run(command, monkeypatch, caplog) -> None:
         ("--freeze_parameters_ratio 0.5", "--freeze_parameters_ratio"),
         ("--pipeline_model_parallel_layout Et*36L", "--pipeline_model_parallel_layout"),
         ("--torch_dtype float32", "weights in float32"),
-        ("--task_type embedding", "--task_type embedding"),
+        ("--task_type embedding --packing false", "--task_type embedding without --packing true"),
     ],
 )
 def test_what_is_not_planned_is_not_refused(more, reason, command) -> None:

@@ -10,12 +10,13 @@ from megaswift.cli.main import main, read_options
 from megaswift.tasks.plan.memory import OUTSIDE, host_bytes, memory_of_rank
 from megaswift.tasks.plan.parameters import count_parameters
 from megaswift.tasks.plan.run_plan import TEXT, Gpu, UnplannedRunError, check_fits, plan_run, time_line
-from megaswift.tasks.plan.task import TaskWork
+from megaswift.tasks.plan.task import Distillation, TaskWork
 from megaswift.tasks.rollout.memory_budget import planned_engine_memory
 
 GIB = 2**30
 H200 = 139.7 * GIB
 DPO, GRPO = "--rlhf_type dpo", "--rlhf_type grpo --reward_funcs accuracy --use_vllm true"
+PPO, GKD = GRPO.replace("grpo", "ppo"), "--rlhf_type gkd --teacher_model MODEL --use_vllm true"
 
 
 PAIRS = partial(TaskWork, documents=2)
@@ -51,12 +52,19 @@ def options_of(rows, tmp_path):
         ("--rlhf_type kto", TaskWork("kept", 3)),
         ("--rlhf_type kto --loss_type apo_zero_unpaired", TaskWork("kept", 1)),
         ("--rlhf_type kto --precompute_ref_log_probs true", TaskWork("none", 1)),
-        ("--rlhf_type rm", PAIRS(outputs=1)),
-        ("--task_type reranker", TaskWork(outputs=1)),
-        ("--task_type seq_cls --num_labels 7", TaskWork(outputs=7)),
+        ("--rlhf_type rm", PAIRS(outputs=1, scores_tokens=False)),
+        ("--task_type reranker", TaskWork(outputs=1, scores_tokens=False)),
+        ("--task_type seq_cls --num_labels 7", TaskWork(outputs=7, scores_tokens=False)),
         (GRPO, TaskWork("kept", 1, completions=16)),
         (f"{GRPO} --beta 0", TaskWork(completions=16)),
         (f"{GRPO} --beta 0 --packing false", TaskWork()),
+        (f"{GRPO} --num_iterations 2", TaskWork("kept", 2, completions=16)),  # one of the policy before the steps
+        (PPO, TaskWork("kept", 2, completions=16)),
+        (f"{PPO} --beta 0", TaskWork(forwards=1, completions=16)),
+        (GKD, TaskWork(distillation=Distillation(), completions=16)),
+        (f"{GKD} --gkd_logits_topk 64 --sft_alpha 0.1", TaskWork(distillation=Distillation(64, True), completions=16)),
+        ("--task_type embedding", TaskWork(scores_tokens=False)),
+        ("--task_type generative_reranker", TaskWork(scores_tokens=False)),
     ],
 )
 def test_what_a_task_adds(flags, work, options_of) -> None:
@@ -101,6 +109,72 @@ def test_a_head_replaces_the_output_layer(flags, labels, row, options_of, rows) 
     assert plan.memory.logits == 0
 
 
+CRITIC = 4_022_468_096 - 151_936 * 2560 + 151_936 * 2560 + 2560  # Qwen3-4B, whose embedding is tied, with a head
+
+
+def test_a_critic_is_trained_too(options_of) -> None:
+    """All its parameters are, also beside adapters. Only one of both has activations at a time."""
+    policy, kept = (plan_run(options_of(flags), 1).memory for flags in (GRPO, f"{PPO} --offload_critic false"))
+    assert kept.weights - policy.weights == 2 * CRITIC
+    assert kept.gradients - policy.gradients == 4 * CRITIC
+    assert kept.optimizer - policy.optimizer == 12 * CRITIC
+    assert kept[3:] == policy[3:]
+    adapters = plan_run(options_of(f"{PPO} --tuner_type lora --offload_critic false"), 1).memory
+    assert adapters.optimizer > 12 * CRITIC
+
+
+def test_an_offloaded_critic_takes_memory_in_its_own_step(options_of) -> None:
+    plans = {flags: plan_run(options_of(f"{PPO} {flags}"), 1) for flags in ("", "--offload_critic false")}
+    offloaded, kept = (plan.memory for plan in plans.values())
+    assert offloaded[:3] == plan_run(options_of(GRPO), 1).memory[:3]
+    logits = kept.logits  # the critic has none
+    assert offloaded.activations + logits - 18 * CRITIC == pytest.approx(kept.activations, rel=1e-6)
+    hosts = [host_bytes(plan.work, plan.layout) for plan in plans.values()]
+    assert hosts == [14 * CRITIC, 0]
+
+
+def test_a_teacher_has_weights_and_outputs(options_of, rows, tmp_path) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").write_text(json.dumps(rows.ROWS["8b"].config))
+    gkd = f"{GKD} --lmbda 0 --global_batch_size 4 --packing_length 4096".replace("MODEL", str(teacher))
+    alone = plan_run(options_of("--rlhf_type orpo --global_batch_size 4 --packing_length 4096"), 1).memory
+    parameters, matrix = 8_190_735_360, 151_936 * 4096
+    outputs = 2 * 4096 * 4 * 4096  # hidden states of four packs
+    plan = plan_run(options_of(gkd), 1)
+    assert plan.memory.weights - alone.weights == 2 * parameters
+    assert plan.memory.activations - alone.activations == outputs
+    assert (plan.memory.gradients, plan.memory.optimizer) == (alone.gradients, alone.optimizer)
+    top = plan_run(options_of(f"{gkd} --gkd_logits_topk 64"), 1).memory
+    assert top.activations - alone.activations == 8 * 64 * 4 * 4096
+    server = gkd.replace(f"--teacher_model {teacher}", "--teacher_model_server http://127.0.0.1:1 --gkd_logits_topk 64")
+    assert plan_run(options_of(server), 1).memory == top._replace(weights=alone.weights)
+    short = f"{gkd} --offload_teacher_model true --max_length 128 --packing_length 128"
+    offloaded = plan_run(options_of(short), 1)
+    assert offloaded.memory.weights - alone.weights == 2 * matrix
+    assert offloaded.memory.activations + offloaded.memory.logits == outputs / 32 + 2 * parameters
+    assert host_bytes(offloaded.work, offloaded.layout) == 2 * parameters
+
+
+def test_a_teacher_takes_the_time_of_forward_passes(options_of, rows, tmp_path) -> None:
+    gpu, seconds = Gpu("NVIDIA H200", H200, 8), {}
+    (tmp_path / "teacher").mkdir()
+    for row in ("4b", "8b"):
+        (tmp_path / "teacher" / "config.json").write_text(json.dumps(rows.ROWS[row].config))
+        gkd = f"{GKD} --lmbda 0 --max_length 8192".replace("MODEL", str(tmp_path / "teacher"))
+        line = time_line(options_of(gkd), 1, TEXT, None, gpu, 1)
+        seconds[row] = float(line.split(": ")[1].split()[0])
+    alone = float(time_line(options_of(""), 1, TEXT, None, gpu, 1).split(": ")[1].split()[0])
+    assert seconds["4b"] > alone * 4 / 3
+    products = 2 * (8.19e9 - 4.02e9) * 16 * 8192  # operations at two thirds of the peak
+    assert seconds["8b"] - seconds["4b"] == pytest.approx(products / 0.6e15, rel=0.15)
+
+
+def test_a_reward_model_is_on_the_first_gpu(options_of) -> None:
+    flags = f"{GRPO} --reward_model MODEL"
+    assert plan_run(options_of(flags), 1).memory.weights - plan_run(options_of(GRPO), 1).memory.weights == 2 * CRITIC
+
+
 def test_completions_come_behind_prompts(options_of) -> None:
     lengths = "--packing false --max_completion_length 1000"
     assert plan_run(options_of(f"{GRPO} {lengths}"), 1).work.length == 5096
@@ -136,9 +210,12 @@ def test_a_score_head_leaves_embeddings_of_layers(rows) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--task_type embedding", "--task_type embedding"),
-        ("--rlhf_type gkd --teacher_model x", "--rlhf_type gkd"),
-        ("--rlhf_type ppo --reward_funcs accuracy", "--rlhf_type ppo"),
+        ("--task_type embedding --packing false", "--task_type embedding without --packing true"),
+        (f"{GKD} --seq_kd true", "--seq_kd true with a teacher that generates in the processes"),
+        (f"{GKD} --teacher_tensor_model_parallel_size 2", "--teacher_tensor_model_parallel_size"),
+        (f"{GKD} --use_vllm false", "generation by transformers (--use_vllm false)"),
+        (f"{GKD} --fp8_format hybrid --fp8_recipe tensorwise", "--fp8_format beside a teacher"),
+        (f"{PPO} --critic_pipeline_model_parallel_size 2", "--critic_pipeline_model_parallel_size"),
         (f"{DPO} --ref_model x", "--ref_model"),
         (f"{DPO} --sync_ref_model true", "--sync_ref_model"),
         (f"{DPO} --fp8_format hybrid --fp8_recipe tensorwise", "--fp8_format beside a reference model"),
@@ -210,15 +287,30 @@ def test_vllm_that_cannot_fit(options_of) -> None:
     assert planned_engine_memory(options_of(f"{GRPO} --teacher_model x"), 1, H200) is None
 
 
-@pytest.mark.parametrize("flags", ["dpo", "kto", "rm", "grpo --document_length 1024", "grpo --beta 0"])
-def test_the_command_of_megatron_plan(flags, rows, tmp_path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("flags", "others"),
+    [
+        ("dpo", " beside a reference model"),
+        ("kto", " beside a reference model"),
+        ("rm", ""),
+        ("grpo --document_length 1024", " beside a reference model, without generation"),
+        ("grpo --beta 0", ", without generation"),
+        ("ppo", " beside a reference model and a critic, without generation"),
+        ("ppo --beta 0 --tuner_type lora", " beside a critic, without generation"),
+        ("gkd --teacher_model MODEL", " beside MODEL, without generation"),
+    ],
+)
+def test_the_command_of_megatron_plan(flags, others, rows, tmp_path, capsys) -> None:
     (tmp_path / "config.json").write_text(json.dumps(rows.ROWS["4b"].config))
+    flags, others = (text.replace("MODEL", str(tmp_path)) for text in (flags, others))
     words = ["plan", "--model", str(tmp_path), "--gpus", "2", "--rows", "1", "--rlhf_type", *flags.split()]
     assert main("megatron", words) == 0
     printed = capsys.readouterr().out
-    assert (" beside a reference model" in printed) == (flags in ("dpo", "kto", "grpo --document_length 1024"))
-    command = printed.splitlines()[-1].replace("--max_length ...", "--max_length 1024").split()
-    vllm = ["--use_vllm", "true"] if flags.startswith("grpo") else []
+    assert f", for {flags.split()[0]}{others}\n" in printed
+    lines = printed.splitlines()
+    command = next(line for line in lines if " megatron rlhf " in line).replace("--max_length ...", "--max_length 1024")
+    command = command.split()
+    vllm = ["--use_vllm", "true"] if flags.split()[0] in ("grpo", "ppo", "gkd") else []
     options = read_options("megatron", command[2:] + vllm)[0]
     assert options.rlhf_type == flags.split()[0]
     assert options.training.global_batch_size == (64 if "document_length" in flags else 16)
@@ -229,9 +321,10 @@ def test_the_command_of_megatron_plan(flags, rows, tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("row", "flags", "error"),
     [
-        ("4b", "--beta 0", "--beta: planned for --rlhf_type grpo alone."),
+        ("4b", "--beta 0", "--beta: planned for --rlhf_type grpo and ppo alone."),
         ("4b", "--fp8_format hybrid", "--rlhf_type dpo: not planned in FP8 beside a reference model."),
         ("vl-4b", "", "--rlhf_type dpo: not planned with images. Set --image_share 0"),
+        ("4b", "--teacher_model x", "--rlhf_type gkd and --teacher_model need each other."),
     ],
 )
 def test_what_megatron_plan_refuses(row, flags, error, rows, tmp_path, capsys) -> None:
