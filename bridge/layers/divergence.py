@@ -2,7 +2,8 @@
 
 The generalised Jensen-Shannon divergence of GKD (https://arxiv.org/abs/2306.13649, equation 1), vocabulary-parallel and
 in chunks: no rank has the logits of more than one chunk of tokens, of either model, and the backward pass recomputes
-them. `top_divergence` needs only the teacher's k likeliest tokens, as a server returns them.
+them. The fused kernels (kernels/divergence.py) need none in fp32, and keep those that are small. `top_divergence` needs
+only the teacher's k likeliest tokens, as a server returns them.
 
 Student and teacher share a vocabulary and its split over tensor-parallel ranks: `reshard_rows` makes it so.
 """
@@ -14,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels import usable
 from ..kernels.weight_gradient import accumulate_product, has_main_grad, mark_grad_added
 from .logprobs import OutputMatrix, cap_slopes, chunk_logits, over_ranks
 
 CHUNK_LOGITS = 2**27  # logits of a chunk: half a GiB in fp32, a few times
+FUSED_CHUNK_LOGITS = 2**28  # of each model, for the fused kernels: half a GiB in bf16
 
 
 def divergence(
@@ -47,10 +50,40 @@ def divergence(
     rows = student.rows(hidden)
     with torch.no_grad():
         teacher_rows = replace(student, weight=teacher_weight).rows(teacher_hidden)
-    divergences = _Divergence.apply(
-        rows.hidden, student.weight, teacher_rows.hidden, teacher_weight, student, temperatures, beta, teacher_cap
-    )
+    models = rows.hidden, student.weight, teacher_rows.hidden, teacher_weight
+    if usable(*models):
+        return rows.scatter(_fused(models, student, temperatures, beta, teacher_cap))
+    divergences = _Divergence.apply(*models, student, temperatures, beta, teacher_cap)
     return rows.scatter(divergences)  # type: ignore[arg-type]
+
+
+def _fused(
+    models: tuple[Tensor, Tensor, Tensor, Tensor],
+    student: OutputMatrix,
+    temperatures: tuple[float, float],
+    beta: float,
+    teacher_cap: float | None,
+) -> Tensor:
+    """Return the divergences [tokens] by the fused kernels. models: hidden states and output matrix of each"""
+    from ..kernels.divergence import Comparison, FusedDivergence
+    from ..kernels.logits import LogitForm
+
+    group, forms = student.group, zip(temperatures, (student.cap, teacher_cap), strict=True)
+    forms = [LogitForm(student.first, student.columns, 1 / temperature, cap) for temperature, cap in forms]
+
+    def normalizers(log_sums: Tensor) -> Tensor:
+        return over_ranks(log_sums, torch.zeros_like(log_sums), None, group)[0]
+
+    def sums(totals: Tensor) -> Tensor:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(totals, group=group)
+        return totals
+
+    may_keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in models[:2])
+    comparison = Comparison(*forms, beta)
+    parts = tuple(_chunks(models[0], models[1], FUSED_CHUNK_LOGITS))
+    settings = comparison, parts, normalizers, sums, may_keep, student.accumulate
+    return FusedDivergence.apply(*models, *settings)  # type: ignore[return-value]
 
 
 def top_divergence(
@@ -263,7 +296,10 @@ def _all_gather(values: Tensor, group) -> list[Tensor]:
     return shards
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Split tokens into chunks, the same on every tensor-parallel rank, as each chunk is a collective."""
-    size = max(1, CHUNK_LOGITS // len(weight))
+def _chunks(hidden: Tensor, weight: Tensor, logits: int | None = None) -> list[slice]:
+    """Split tokens into chunks, the same on every tensor-parallel rank, as each chunk is a collective.
+
+    logits: those of a chunk; None: CHUNK_LOGITS
+    """
+    size = max(1, (logits or CHUNK_LOGITS) // len(weight))
     return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]

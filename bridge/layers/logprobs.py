@@ -213,7 +213,8 @@ def _log_probs(
     selected, weight, group = rows.select(labels), output.weight, output.group
     if not usable(rows.hidden, weight, selected):
         return _LabelLogProbs.apply(rows.hidden, weight, selected, output, temperature, entropy)  # type: ignore[return-value]
-    from ..kernels.log_probs import LabelLogProbs, LogitForm
+    from ..kernels.log_probs import LabelLogProbs
+    from ..kernels.logits import LogitForm
 
     keep = torch.is_grad_enabled() and (rows.hidden.requires_grad or weight.requires_grad)
     form = LogitForm(output.first, output.columns, 1 / temperature, output.cap)

@@ -12,11 +12,12 @@ from typing import NamedTuple
 from megatron.core.transformer import TransformerConfig
 
 from ...bridge.layers.delta_rule import CHUNK
-from ...bridge.layers.divergence import CHUNK_LOGITS
+from ...bridge.layers.divergence import CHUNK_LOGITS, FUSED_CHUNK_LOGITS
 from ...bridge.mapping.architecture import Layer
 from ..system.memory import GIB
 from .gpu_layout import GpuLayout
 from .parameters import Parameters
+from .task import Distillation
 from .tower import BYTES
 from .workload import Workload
 
@@ -44,9 +45,7 @@ PREDICTION_VALUES = 6
 # Layers with activations on the GPU while those of the others are on the host: one computes, its neighbours leave or
 # arrive. Fitted to Qwen3-4B's documents of 131,072 tokens.
 RESIDENT_LAYERS = 3
-# fp32 values of a chunk of logits while a student is compared with its teacher, by the operations of
-# layers/divergence.py; with the teacher's likeliest tokens alone, one and its bf16 copy.
-COMPARED_BYTES, COMPARED_TOP_BYTES = 6 * 4, 6
+TOP_LOGIT_BYTES = 4 + BYTES  # a logit and its copy, of a chunk (layers/divergence.py)
 TOP_BYTES = 2 * 4  # log-probability and id of a teacher's token
 FP8_WEIGHT_BYTES = 2  # copy of a matrix and its transpose, which the products of both passes read
 
@@ -157,7 +156,7 @@ def _memory_of_stage(
     logits = BYTES * tokens * scored * work.vocab_size / layout.tensor if is_last else 0.0
     logits = min(logits, (KEPT_LOGITS + LOGITS_CHUNK) * work.gpu_bytes)
     if is_last and work.task.distillation:
-        logits = _compared_bytes(work, layout, tokens) + logits * work.task.distillation.adds_likelihood
+        logits = _compared_bytes(work, layout, work.task.distillation, tokens)
     recomputed = layout.recomputed_share(len(layers))
     # Bytes that a layer computes again when the logits are freed, and of the gradients within its MLP.
     within_mlps = [bytes_by_kind[layer][1] for layer in kinds]
@@ -254,11 +253,13 @@ def _with_teacher(work: Workload, layout: GpuLayout, stage: int, memory: Memory,
     return memory._replace(weights=weights, activations=max(memory.activations, teacher.weights - memory.logits))
 
 
-def _compared_bytes(work: Workload, layout: GpuLayout, tokens: float) -> float:
-    """Return the bytes of the logits that are compared with a teacher's at a time. tokens: of a rank's micro batch"""
-    is_whole = work.task.distillation is not None and work.task.distillation.top is None
-    logits = min(tokens * work.vocab_size / layout.tensor, CHUNK_LOGITS)
-    return (COMPARED_BYTES if is_whole else COMPARED_TOP_BYTES) * logits
+def _compared_bytes(work: Workload, layout: GpuLayout, distillation: Distillation, tokens: float) -> float:
+    """Return the bytes of the logits of a student and of what it is compared with. tokens: of a rank's micro batch"""
+    logits, kept = tokens * work.vocab_size / layout.tensor, KEPT_LOGITS * work.gpu_bytes
+    likelihood = BYTES * logits if distillation.adds_likelihood else 0.0
+    if distillation.top is None:
+        return min(2 * BYTES * logits + likelihood, kept + 2 * BYTES * FUSED_CHUNK_LOGITS)
+    return TOP_LOGIT_BYTES * min(logits, CHUNK_LOGITS) + min(likelihood, kept + LOGITS_CHUNK * work.gpu_bytes)
 
 
 def _kept_outputs_of_teacher(work: Workload, layout: GpuLayout) -> float:

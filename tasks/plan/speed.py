@@ -38,9 +38,9 @@ PCIE, SHARED_PCIE = 48e9, 34e9
 OVERLAP = 0.83  # share of the gradients' exchange that is hidden behind the backward pass
 FP8_SPEEDUP = 1.9  # speed of products, relative to bf16
 QUANTIZATION = 6.5e-12  # seconds to quantize a value of their inputs and outputs, both passes
-# How often logits in fp32 are written or read while a student is compared with its teacher, by the operations of
-# layers/divergence.py on both models' logits.
-COMPARED_PASSES = 75.0
+# Bytes that are moved beside products for a logit of a student and that of its teacher (kernels/divergence.py), and for
+# one of each where the teacher's likeliest tokens are compared (layers/divergence.py).
+COMPARED_BYTES, COMPARED_TOP_BYTES = 14, 58
 LORA_OVERHEAD = 1.2  # adapters add small products
 # Operations that take the time of both passes of the adapters of an expert, for one token. Their small products depend
 # on the tokens more than on the experts' sizes: those of Qwen3-30B-A3B and of gpt-oss-20b take about the same.
@@ -247,18 +247,12 @@ def _output_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Ma
 
 
 def _comparison_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
-    """Return the seconds of a micro batch in the comparison of its logits with a teacher's, beside the output layer.
-
-    The backward pass computes the logits again: the student's, and without `top` the teacher's, in both passes.
-    """
+    """Return the seconds of a micro batch in the comparison with a teacher, beside both models' output layers."""
     if work.task.distillation is None:
         return 0.0
-    tokens = SCORED * layout.micro_batch * work.length / (layout.tensor * layout.context)
-    products, moved = 2 * work.flops.output * tokens, 0.0
-    if work.task.distillation.top is None and work.further_work:
-        products += 2 * 2 * work.further_work.flops.output * tokens
-        moved = COMPARED_PASSES * 4 * tokens * work.vocab_size
-    return products / _dense_rate(work, layout) / machine.peak_flops + moved / (BANDWIDTH * machine.bandwidth)
+    logits = SCORED * layout.micro_batch * work.length * work.vocab_size / (layout.tensor * layout.context)
+    moved = (COMPARED_BYTES if work.task.distillation.top is None else COMPARED_TOP_BYTES) * logits
+    return moved / (BANDWIDTH * machine.bandwidth)
 
 
 def _prediction_seconds(work: Workload, layout: GpuLayout, machine: Machine, text_share: float) -> float:

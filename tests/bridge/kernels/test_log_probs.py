@@ -21,7 +21,7 @@ def inputs(device, monkeypatch):
     """hidden [sequence, batch, hidden_size], weight, labels and gradients [batch, sequence]; blocks of 32 columns."""
     from megaswift.bridge.kernels import log_probs
 
-    monkeypatch.setattr(log_probs, "_blocks", lambda width: {"BLOCK": 32, "num_warps": 1})
+    monkeypatch.setattr(log_probs, "column_blocks", lambda width: {"BLOCK": 32, "num_warps": 1})
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(*TOKENS[::-1], SIZE, generator=generator)
     weight = torch.randn(ROWS, SIZE, generator=generator)
@@ -49,31 +49,31 @@ def gather_or_raise(found, expected):
 
 def waiting(module) -> int:
     """Chunks of logits that are kept."""
-    return sum(len(kept.chunks) for kept in module._KeptLogits.instances)
+    return sum(len(kept.chunks) for kept in module.KeptLogits.instances)
 
 
 @pytest.mark.parametrize(("temperature", "cap"), [(1.0, None), (0.7, None), (0.7, 3.0)])
 def test_kept_and_computed_again(alone, inputs, temperature, cap, monkeypatch):
     """The numbers are the same however many chunks are kept, and for a second backward pass."""
-    from megaswift.bridge.kernels import log_probs
+    from megaswift.bridge.kernels import log_probs, logits
 
     hidden, weight, labels, slopes = inputs
     output = OutputMatrix(weight, VOCAB, alone, cap=cap)
     monkeypatch.setattr(log_probs, "_chunks", lambda hidden, columns: [slice(0, 4), slice(4, 8), slice(8, 10)])
     several = []
     for room, kept in ((0, 0), (4 * 128 * 4, 1), (2**20, 3)):
-        monkeypatch.setattr(log_probs, "max_kept_bytes", lambda device, room=room: room)
+        monkeypatch.setattr(logits, "max_kept_bytes", lambda device, room=room: room)
         found = label_log_probs(hidden, output, labels, temperature=temperature)
-        assert waiting(log_probs) == kept
+        assert waiting(logits) == kept
         for again in (True, False):
             several.append((found.detach(), *torch.autograd.grad(found, (hidden, weight), slopes, retain_graph=again)))
-            assert waiting(log_probs) == 0
+            assert waiting(logits) == 0
     gather_or_raise(several[0], exact(*inputs, temperature, cap))
     for other in several[1:]:
         assert all(torch.equal(mine, first) for mine, first in zip(other, several[0], strict=True))
     with torch.no_grad():
         assert torch.equal(label_log_probs(hidden, output, labels, temperature=temperature), several[0][0])
-        assert waiting(log_probs) == 0
+        assert waiting(logits) == 0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.1])
@@ -109,15 +109,15 @@ def test_gradients_of_entropies(alone, inputs, temperature):
 
 
 def test_calls_that_wait_share_the_room(alone, inputs, monkeypatch):
-    from megaswift.bridge.kernels import log_probs
+    from megaswift.bridge.kernels import logits
 
     hidden, weight, labels, _ = inputs
     output = OutputMatrix(weight, VOCAB, alone)
-    monkeypatch.setattr(log_probs, "max_kept_bytes", lambda device: 2 * 10 * 128 * 4)
+    monkeypatch.setattr(logits, "max_kept_bytes", lambda device: 2 * 10 * 128 * 4)
     calls = [label_log_probs(hidden, output, labels) for _ in range(3)]
-    assert waiting(log_probs) == 2
+    assert waiting(logits) == 2
     del calls[0]
-    assert waiting(log_probs) == 1
+    assert waiting(logits) == 1
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
@@ -134,7 +134,8 @@ def test_of_what_is_frozen_no_gradient_is_made(alone, inputs, frozen):
 
 def test_columns_on_three_ranks(inputs):
     """Labels are on one rank of three; the second has the padding, and the third nothing else."""
-    from megaswift.bridge.kernels.log_probs import LabelLogProbs, LogitForm
+    from megaswift.bridge.kernels.log_probs import LabelLogProbs
+    from megaswift.bridge.kernels.logits import LogitForm
 
     hidden, weight, labels, slopes = inputs
     log_probs, grad_hidden, grad_weight = exact(*inputs, 0.7)
