@@ -105,6 +105,8 @@ def check(run: Run, folder: Path) -> Check:
     if row.rlhf and row.rlhf.kind == "dpo":  # a pair, whose prompt is computed once
         length = round(tokens_of_step(run) / run["global_batch"]) - row.rlhf.prompt
         work = replace(work, length=length, document_length=length)
+    if row.rlhf and row.rlhf.kind == "gkd":  # a plan fills packs with documents of --max_length
+        work = replace(work, global_batch=round(tokens_of_step(run) / work.length))
     machine = Machine.of(run["device"])
     assert machine is not None
     return Check(

@@ -332,7 +332,7 @@ ROWS = {
         steps=8,
         length=1040,
         rlhf=Rlhf("gkd", 256, 768, "--beta 0.5 --lmbda 0", "--packing true --packing_length 8448", teacher="4b"),
-        peer="--micro_batch_size 4",
+        peer="--micro_batch_size 4 --teacher_model_type qwen3",
     ),
     # For conversion.py, since no machine of four GPUs trains it: 22 GB.
     "235b-4": Row(
