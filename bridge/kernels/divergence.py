@@ -135,7 +135,8 @@ def compare_logits(student: Tensor, teacher: Tensor, log_sums: Tensor, totals: T
     sizes = comparison.student.columns, student.shape[1]
     settings = _constants(comparison) | column_blocks(student.shape[1])
     scales = comparison.student.scale, comparison.teacher.scale
-    _divergence_kernel[(len(student),)](student, teacher, *log_sums, *totals, *sizes, *scales, **settings)
+    inputs, outputs = (student, teacher, log_sums[0], log_sums[1]), (totals[0], totals[1])
+    _divergence_kernel[(len(student),)](*inputs, *outputs, *sizes, *scales, **settings)
 
 
 def compute_gradient(
@@ -153,7 +154,7 @@ def compute_gradient(
     width = student.shape[1]
     settings = _constants(comparison) | column_blocks(width)
     grid = len(student), ceil(width / settings["BLOCK"])
-    inputs = student, teacher, *log_sums, student_divergences, grads, width
+    inputs = student, teacher, log_sums[0], log_sums[1], student_divergences, grads, width
     _gradient_kernel[grid](*inputs, comparison.student.scale, comparison.teacher.scale, **settings)
 
 
@@ -201,16 +202,16 @@ class FusedDivergence(torch.autograd.Function):
         no_labels, unused = torch.full((len(hidden),), -1, device=hidden.device), torch.empty_like(log_sums[0])
         ctx.kept = KeptLogits()
         for part in parts:
-            models = (hidden[part], weight), (teacher_hidden[part], teacher_weight)
-            logits = [form_logits(states, matrix, columns) for states, matrix in models]
+            student = form_logits(hidden[part], weight, columns)
+            teacher = form_logits(teacher_hidden[part], teacher_weight, columns)
             if columns:
-                for values, form, sums in zip(logits, comparison[:2], log_sums, strict=True):
-                    sum_logits(values, no_labels[part], sums[part], unused[part], None, form)
+                sum_logits(student, no_labels[part], log_sums[0, part], unused[part], None, comparison.student)
+                sum_logits(teacher, no_labels[part], log_sums[1, part], unused[part], None, comparison.teacher)
             log_sums[:, part] = over_ranks(log_sums[:, part])
             if columns:
-                compare_logits(*logits, log_sums[:, part], totals[:, part], comparison)
-            may_keep = may_keep and ctx.kept.try_keep(*logits)
-            del logits
+                compare_logits(student, teacher, log_sums[:, part], totals[:, part], comparison)
+            may_keep = may_keep and ctx.kept.try_keep(student, teacher)
+            del student, teacher
         totals = sum_over_ranks(totals)
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, log_sums, totals[1])
         ctx.comparison, ctx.parts, ctx.accumulate = comparison, parts, accumulate
@@ -226,15 +227,19 @@ class FusedDivergence(torch.autograd.Function):
             total = weight.main_grad if accumulate else torch.zeros_like(weight, dtype=torch.float32)
         columns = ctx.comparison.student.columns
         for part in ctx.parts if columns else ():
-            models = (hidden[part], weight), (teacher_hidden[part], teacher_weight)
-            logits = kept.popleft() if kept else [form_logits(states, matrix, columns) for states, matrix in models]
-            compute_gradient(*logits, log_sums[:, part], student_divergences[part], grads[part], ctx.comparison)
-            slopes = logits[0][:, :columns]
+            if kept:
+                student, teacher = kept.popleft()
+            else:
+                student = form_logits(hidden[part], weight, columns)
+                teacher = form_logits(teacher_hidden[part], teacher_weight, columns)
+            sums, divergences = log_sums[:, part], student_divergences[part]
+            compute_gradient(student, teacher, sums, divergences, grads[part], ctx.comparison)
+            slopes = student[:, :columns]
             if grad_hidden is not None:
                 torch.mm(slopes, weight[:columns], out=grad_hidden[part])
             if total is not None:
                 accumulate_product(total[:columns], slopes, hidden[part])
-            del logits, slopes  # frees memory for the next chunk
+            del student, teacher, slopes  # frees memory for the next chunk
         if total is None:
             return grad_hidden, *[None] * 9
         return grad_hidden, mark_grad_added(weight) if accumulate else total.to(weight.dtype), *[None] * 8

@@ -3,8 +3,8 @@
 The backward pass overwrites logits with their gradient. Small logits are kept for it, others recomputed, which costs
 one more product with the output matrix and gives the same numbers.
 """
-# Calls of kernels:
-# pyright: reportArgumentType=false, reportOperatorIssue=false
+# Calls of kernels, and of a function that returns in both branches of an `if` at compile time:
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from collections.abc import Callable
 from math import ceil

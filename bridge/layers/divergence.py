@@ -68,8 +68,9 @@ def _fused(
     from ..kernels.divergence import Comparison, FusedDivergence
     from ..kernels.logits import LogitForm
 
-    group, forms = student.group, zip(temperatures, (student.cap, teacher_cap), strict=True)
-    forms = [LogitForm(student.first, student.columns, 1 / temperature, cap) for temperature, cap in forms]
+    group, sizes = student.group, (student.first, student.columns)
+    form = LogitForm(*sizes, 1 / temperatures[0], student.cap)
+    comparison = Comparison(form, LogitForm(*sizes, 1 / temperatures[1], teacher_cap), beta)
 
     def normalizers(log_sums: Tensor) -> Tensor:
         return over_ranks(log_sums, torch.zeros_like(log_sums), None, group)[0]
@@ -80,7 +81,6 @@ def _fused(
         return totals
 
     may_keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in models[:2])
-    comparison = Comparison(*forms, beta)
     parts = tuple(_chunks(models[0], models[1], FUSED_CHUNK_LOGITS))
     settings = comparison, parts, normalizers, sums, may_keep, student.accumulate
     return FusedDivergence.apply(*models, *settings)  # type: ignore[return-value]
