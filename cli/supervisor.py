@@ -9,6 +9,7 @@
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -32,6 +33,8 @@ SERVER_PATIENCE = 10.0  # seconds for a server to end after SIGTERM
 NOTICE_PATIENCE = 5.0  # seconds for the trainer to notice by itself that a server is lost
 TRAINER_PATIENCE = 20.0  # seconds for the trainer to end after SIGINT, as it frees its servers
 TAIL = 15  # lines of a server's log in an error
+EXCEPTION = re.compile(r"\b(?:\w+\.)*\w*(?:Error|Exception): .+")
+AFTERMATH = "Engine core initialization failed"  # vLLM's error after that of its engine, which its log has before
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -91,9 +94,20 @@ def server_failure(name: str, code: int, log: Path) -> str:
     """Return the error for a server that has ended by itself, with the end of its log."""
     end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     with contextlib.suppress(OSError):
-        if lines := console.visible_text(log.read_text(errors="replace")).strip().splitlines()[-TAIL:]:
-            return "\n  ".join([f"error: {name} {end}. The end of {log}:", *lines])
+        if lines := console.visible_text(log.read_text(errors="replace")).strip().splitlines():
+            cause = _cause(lines)
+            because = f" after {cause}" if cause else ""
+            return "\n  ".join([f"error: {name} {end}{because}. The end of {log}:", *lines[-TAIL:]])
     return f"error: {name} {end}, without a word"
+
+
+def _cause(lines: list[str]) -> str | None:
+    """Return the last exception of a log that its end does not show; None if it shows it."""
+    exceptions = ((number, EXCEPTION.search(line)) for number, line in enumerate(lines))
+    causes = [(number, match[0]) for number, match in exceptions if match and AFTERMATH not in match[0]]
+    if not causes or causes[-1][0] >= len(lines) - TAIL:
+        return None
+    return causes[-1][1].rstrip(".")
 
 
 def report_error(text: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import main
 from megaswift.cli.rollout_servers import Placement, free_ports, server_flags
+from megaswift.cli.supervisor import server_failure
 from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.options.rollout import EngineOptions
 
@@ -279,6 +280,24 @@ def test_a_server_that_cannot_start_is_told_at_once(stand_in: Path, dense: Path,
     assert parent.returncode == 1
     said = r"^error: rollout server [12] ended with exit code 1\. The end of \S+\.log:(\n  .*)*"
     assert re.search(rf"{said}\n  ValueError: no such weights$", errors, re.M), errors
+
+
+def test_the_cause_of_an_engines_end_is_named(tmp_path: Path) -> None:
+    """vLLM ends with an error of its own, far below that of its engine."""
+    log, frames = tmp_path / "server.log", ['  File "engine.py", line 1'] * 30
+    engine = "(EngineCore pid=7) ERROR 11-28 [core.py:9] torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB"
+    end = "RuntimeError: Engine core initialization failed. See root cause above."
+    log.write_text("\n".join(["ImportError: no flashinfer", engine, *frames, end]))
+    failure = server_failure("rollout server 1", 1, log)
+    said = (
+        "error: rollout server 1 ended with exit code 1 after torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB."
+    )
+    assert failure.startswith(f"{said} The end of {log}:")
+    assert failure.endswith(end)
+    log.write_text("\n".join([*frames, "ValueError: no such weights"]))
+    assert server_failure("rollout server 1", 1, log).startswith(
+        f"error: rollout server 1 ended with exit code 1. The end of {log}:"
+    )
 
 
 @pytest.mark.slow
