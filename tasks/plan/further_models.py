@@ -22,12 +22,19 @@ class Source:
 
     model: str | None
     mcore_model: str | None = None
+    flag: str = "--model"  # that the model is set by
 
     def workload(self, options: ModelOptions, plan: PlanOptions, task: TaskWork) -> Workload:
         """Return the workload of the model, all of whose parameters would be trained.
 
-        options: of the hub; plan: batch and precision. Raises ValueError or OSError.
+        options: of the hub; plan: batch and precision. Raises ValueError or OSError, with the flag.
         """
+        try:
+            return self._workload(options, plan, task)
+        except (OSError, ValueError) as error:
+            raise type(error)(str(error).replace("--model ", f"{self.flag} ")) from None
+
+    def _workload(self, options: ModelOptions, plan: PlanOptions, task: TaskWork) -> Workload:
         folder = source_folder(replace(options, model=self.model or ""), self.mcore_model, weights=False)
         hf_config = read_config(folder, mcore=bool(self.mcore_model))
         weight_reader(folder, hf_config)  # raises ValueError for an unknown quantization
@@ -40,19 +47,19 @@ def with_models_of_run(work: Workload, options: SftOptions, plan: PlanOptions) -
     """Return the workload of a run with its critic, teacher and reward model. Raises ValueError or OSError."""
     hub: Any = options
     if isinstance(options, GrpoOptions) and options.rewards.reward_model:
-        reward = Source(options.rewards.reward_model).workload(hub, plan, CRITIC)
+        reward = Source(options.rewards.reward_model, flag="--reward_model").workload(hub, plan, CRITIC)
         work = replace(work, reward_bytes=BYTES * reward.parameters.total)
     if isinstance(options, PpoOptions):
         critic = options.critic
-        source = Source(critic.critic_model, critic.mcore_critic_model)
-        if source == Source(None):
+        source = Source(critic.critic_model, critic.mcore_critic_model, "--critic_model")
+        if not (source.model or source.mcore_model):
             source = Source(options.model, options.mcore_model)
         offloads = critic.offload_critic
         if offloads is None:
             offloads = engine_kind(options.engine) == "vllm"
         return replace(work, further=FurtherModel(source.workload(hub, plan, CRITIC), True, offloads))
     if isinstance(options, GkdOptions) and not options.teacher.teacher_model_server:
-        source = Source(options.teacher.teacher_model, options.teacher.mcore_teacher_model)
+        source = Source(options.teacher.teacher_model, options.teacher.mcore_teacher_model, "--teacher_model")
         teacher = source.workload(hub, plan, TEACHER)
         return replace(work, further=FurtherModel(teacher, False, options.teacher.offload_teacher_model))
     return work
@@ -64,7 +71,9 @@ def with_models_of_plan(work: Workload, options: PlanOptions) -> Workload:
         critic = Source(options.model).workload(options.model_options, options, CRITIC)
         return replace(work, further=FurtherModel(critic, True, True))
     if options.rlhf_type == "gkd":
-        teacher = Source(options.teacher_model).workload(options.model_options, options, TEACHER)
+        teacher = Source(options.teacher_model, flag="--teacher_model").workload(
+            options.model_options, options, TEACHER
+        )
         return replace(work, further=FurtherModel(teacher, False, False))
     return work
 

@@ -41,7 +41,7 @@ def make_workload(
     try:
         parameters = count_parameters(hf_config, transformers_config, depths)
     except ValueError as error:
-        raise ValueError(f"{options.model}: cannot be planned: {error}") from None
+        raise ValueError(f"--model {options.model}: cannot be planned: {error}") from None
     parameters = task.of_parameters(parameters, config.hidden_size)
     has_adapters, dropout = options.tuner_type == "lora", options.lora_dropout
     if dropout is None:
