@@ -147,7 +147,7 @@ def _misfit(plan: RunPlan, gpu: Gpu, values: Mapping[str, Any], result: Search) 
     if result.smallest is None:
         return (
             f"no layout of {where} divides --global_batch_size {plan.work.batch}, the lengths, and "
-            "the model's heads, layers and experts. Change one of them"
+            f"the heads, layers and experts of {plan.work.names_of_models}. Change one of them"
         )
     need = (result.smallest.memory.total + OUTSIDE) / GIB
     cluster = None if fixed else smallest_cluster(plan.work, gpu.machine, gpu.memory - OUTSIDE, {})

@@ -202,10 +202,10 @@ def _task(options: PlanOptions, work: Workload) -> str:
     """Return the words for a task of `megatron rlhf`."""
     if options.rlhf_type is None:
         return ""
-    others = ["a reference model"] if work.task.reference == "kept" else []
+    models = ["a reference model"] if work.task.reference == "kept" else []
     if work.further:
-        others.append("a critic" if work.further.is_trained else f"{options.teacher_model}")
-    beside = f" beside {' and '.join(others)}" if others else ""
+        models.append("a critic" if work.further.is_trained else f"{options.teacher_model}")
+    beside = f" beside {' and '.join(models)}" if models else ""
     generation = ", without generation" if options.rlhf_type in GENERATING else ""
     return f", for {options.rlhf_type}{beside}{generation}"
 
@@ -216,8 +216,9 @@ def _misfit(
     """Return the error message where nothing fits."""
     if result.smallest is None:
         return (
-            f"--gpus {options.gpus}, --global_batch_size {options.global_batch_size}: no layout divides the batch, the "
-            "model's heads, layers and experts, and the GPUs. Change one of them, or remove parallel sizes"
+            f"--gpus {options.gpus}, --global_batch_size {options.global_batch_size}: no layout divides the batch, "
+            f"the GPUs, and the heads, layers and experts of {work.names_of_models}. Change one of them, or remove "
+            "parallel sizes"
         )
     need, layout = result.smallest.memory.total + OUTSIDE, result.smallest.layout
     cluster = smallest_cluster(work, machine, limit, pins)

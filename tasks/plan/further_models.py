@@ -5,14 +5,13 @@ from typing import Any
 
 from ...bridge.checkpoint.hub import read_config, source_folder
 from ...bridge.checkpoint.pretrained import load_config
-from ...bridge.checkpoint.quantized import weight_reader
+from ...bridge.checkpoint.quantized import quantization_of, weight_reader
 from ...bridge.options import ModelOptions
 from ..options import GkdOptions, GrpoOptions, PlanOptions, PpoOptions, SftOptions
 from ..options.rollout import engine_kind
 from .gpu_layout import GpuLayout
 from .make_workload import make_workload
 from .task import CRITIC, TEACHER, TaskWork
-from .tower import BYTES
 from .workload import FurtherModel, Workload
 
 
@@ -22,16 +21,16 @@ class Source:
 
     model: str | None
     mcore_model: str | None = None
-    flag: str = "--model"  # that the model is set by
+    flag: str = "--model"
 
     def workload(self, options: ModelOptions, plan: PlanOptions, task: TaskWork) -> Workload:
         """Return the workload of the model, all of whose parameters would be trained.
 
-        options: of the hub; plan: batch and precision. Raises ValueError or OSError, with the flag.
+        options: of the hub; plan: batch and precision. Raises ValueError, OSError or ImportError, with the flag.
         """
         try:
             return self._workload(options, plan, task)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             raise type(error)(str(error).replace("--model ", f"{self.flag} ")) from None
 
     def _workload(self, options: ModelOptions, plan: PlanOptions, task: TaskWork) -> Workload:
@@ -44,11 +43,13 @@ class Source:
 
 
 def with_models_of_run(work: Workload, options: SftOptions, plan: PlanOptions) -> Workload:
-    """Return the workload of a run with its critic, teacher and reward model. Raises ValueError or OSError."""
+    """Return the workload of a run with its critic, teacher and reward model.
+
+    Raises ValueError, OSError or ImportError, with the flag.
+    """
     hub: Any = options
     if isinstance(options, GrpoOptions) and options.rewards.reward_model:
-        reward = Source(options.rewards.reward_model, flag="--reward_model").workload(hub, plan, CRITIC)
-        work = replace(work, reward_bytes=BYTES * reward.parameters.total)
+        work = replace(work, reward_bytes=_reward_bytes(replace(hub, model=options.rewards.reward_model)))
     if isinstance(options, PpoOptions):
         critic = options.critic
         source = Source(critic.critic_model, critic.mcore_critic_model, "--critic_model")
@@ -63,6 +64,24 @@ def with_models_of_run(work: Workload, options: SftOptions, plan: PlanOptions) -
         teacher = source.workload(hub, plan, TEACHER)
         return replace(work, further=FurtherModel(teacher, False, options.teacher.offload_teacher_model))
     return work
+
+
+def _reward_bytes(options: ModelOptions) -> float:
+    """Return the bytes of a reward model; 0 for one that transformers has no such class for, or quantizes."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        folder = source_folder(options, None, weights=False)
+        config = load_config(folder)
+        if quantization_of(read_config(folder)):
+            return 0.0
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config)
+    except (OSError, ValueError, ImportError):  # the run says what is wrong with it
+        return 0.0
+    dtype = getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
+    return float(model.num_parameters() * dtype.itemsize)
 
 
 def with_models_of_plan(work: Workload, options: PlanOptions) -> Workload:
@@ -83,4 +102,9 @@ def divides_further_model(work: Workload, layout: GpuLayout) -> bool:
     if work.further is None:
         return True
     config = work.further.work.config
-    return layout.divides(config.num_layers) and (config.num_moe_experts or layout.expert) % layout.expert == 0
+    can_split = layout.pipeline == 1 or not config.architecture.is_one_stage  # type: ignore[attr-defined]
+    return (
+        can_split
+        and layout.divides(config.num_layers)
+        and (config.num_moe_experts or layout.expert) % layout.expert == 0
+    )

@@ -79,8 +79,7 @@ def memory_of_rank(work: Workload, layout: GpuLayout) -> Memory:
 
 def host_bytes(work: Workload, layout: GpuLayout) -> float:
     """Return the bytes of host memory that a rank fills: optimizer's state, activations and other models."""
-    alone = replace(work, further=None, reward_bytes=0.0)
-    on_gpu = memory_of_rank(alone, replace(layout, offloads=False)).optimizer
+    on_gpu = memory_of_rank(work.alone, replace(layout, offloads=False)).optimizer
     state = on_gpu * work.offload_fraction * (work.optimizer_bytes - BYTES) / work.optimizer_bytes
     tokens = layout.micro_batch * work.length / layout.context
     micro_batches = layout.micro_batches(work.global_batch)
@@ -88,7 +87,7 @@ def host_bytes(work: Workload, layout: GpuLayout) -> float:
         tokens * layout.chunks_in_flight(stage, micro_batches) / layout.virtual * offloaded_bytes(work, layout, layers)
         for stage, layers in enumerate(layout.stages(work.config.num_layers))
     )
-    reference = memory_of_rank(alone, layout).weights if work.task.reference == "offloaded" else 0.0
+    reference = memory_of_rank(work.alone, layout).weights if work.task.reference == "offloaded" else 0.0
     return (state if layout.offloads else 0.0) + activations + reference + _host_bytes_of_further(work, layout)
 
 
@@ -242,15 +241,19 @@ def _with_critic(work: Workload, layout: GpuLayout, stage: int, memory: Memory, 
 
 def _with_teacher(work: Workload, layout: GpuLayout, stage: int, memory: Memory, teacher: Memory) -> Memory:
     """Return the memory of a rank with a teacher, whose forward passes come before the step."""
-    if not (work.further and work.further.is_offloaded):
-        return memory._replace(weights=memory.weights + teacher.weights)
-    weights = memory.weights
+    further, model = work.further, work.further_work
+    if further is None or model is None:
+        return memory
+    weights, activations = memory.weights, memory.activations
+    if further.is_offloaded:
+        activations = max(activations, teacher.weights - memory.logits)
+    else:
+        weights += teacher.weights
     compares_all = work.task.distillation is not None and work.task.distillation.top is None
-    if stage == layout.pipeline - 1 and compares_all:  # by the output layer's matrix, which stays
-        parameters = work.further.work.parameters
-        matrix = parameters.embedding if parameters.tied else parameters.output
-        weights += BYTES * matrix.split / layout.tensor
-    return memory._replace(weights=weights, activations=max(memory.activations, teacher.weights - memory.logits))
+    # A copy of the output layer's matrix stays on the GPU, or has as many rows as the student's.
+    if stage == layout.pipeline - 1 and compares_all and (further.is_offloaded or model.vocab_size != work.vocab_size):
+        weights += BYTES * work.vocab_size * model.config.hidden_size / layout.tensor
+    return memory._replace(weights=weights, activations=activations)
 
 
 def _compared_bytes(work: Workload, layout: GpuLayout, distillation: Distillation, tokens: float) -> float:

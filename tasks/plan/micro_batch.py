@@ -7,9 +7,8 @@ from ..options import SftOptions
 from ..system.memory import GIB
 from .auto import AutoLayout, planned, saved_layout
 from .memory import OUTSIDE
-from .run_plan import Gpu, layout_of, task_flag
+from .run_plan import Gpu, layout_of
 from .search import Plan, search
-from .task import PLANNED
 
 NAME, FLAG = "micro_batch_size", "--micro_batch_size auto"
 FIX = "Set a number"
@@ -66,12 +65,7 @@ def _largest(plans: list[Plan], length: float) -> Plan:
 
 
 def cpu_micro_batch(options: SftOptions, world: int) -> AutoLayout:
-    """Return the micro batch of a run without GPUs: a small one; 1 with pipeline stages, which a larger one would idle.
-
-    Raises ValueError for a task of which no run is planned.
-    """
-    if type(options) not in PLANNED:
-        raise ValueError(f"{FLAG}: not planned: {task_flag(options)}. {FIX}")
+    """Return the micro batch of a run without GPUs: a small one, or 1 with pipeline stages, which would idle more."""
     layout = layout_of(options, world)
     share = options.training.global_batch_size // max(layout.data, 1)
     sizes = CPU_MICRO_BATCHES if layout.pipeline == 1 else ()

@@ -181,6 +181,8 @@ def _count(
     if entry.is_in(shapes):
         sizes = [shapes[name] for name in entry.hf]
         return sum(torch.Size(size[1:] if entry.num_experts else size).numel() for size in sizes)
+    if key == OUTPUT and architecture.num_labels is not None:  # a head: TaskWork adds its parameters
+        return 0
     if EXPERTS not in key.name or not key.name.endswith("weight"):
         name = OUTPUT.name if key == OUTPUT else key.name
         raise ValueError(f"the shape of {name} ({', '.join(entry.hf)}) is not known without the weights")

@@ -23,7 +23,7 @@ from .make_workload import make_workload
 from .memory import OUTSIDE, Memory, kept_patches, memory_of_rank
 from .search import search, smallest_cluster
 from .speed import Machine, seconds_per_step
-from .task import NEXT_TOKENS, PLANNED, TaskWork, counts_documents, unplanned_task_flags
+from .task import NEXT_TOKENS, TaskWork, counts_documents, unplanned_task_flags
 from .tower import IMAGE_SHARE, IMAGE_TOKENS
 from .workload import Workload
 
@@ -166,7 +166,7 @@ def _plan_model(options: SftOptions, world: int, images: Images, gpu_bytes: floa
         raise UnplannedRunError(str(error)) from None
     try:
         work = with_models_of_run(work, options, plan)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise UnplannedRunError(str(error)) from None
     layout = layout_of(options, world)
     if not divides_further_model(work, layout):
@@ -261,8 +261,6 @@ def _recompute(build: RecomputeOptions) -> Recompute:
 
 def _unplanned_flags(options: SftOptions) -> Iterator[str]:
     """Yield the flags that change the size of the weights' states in ways that are not planned."""
-    if type(options) not in PLANNED:
-        yield task_flag(options)
     yield from unplanned_task_flags(options)
     if options.adapters or options.mcore_adapter:
         yield "--adapters"

@@ -91,7 +91,9 @@ def smallest_cluster(work: Workload, machine: Machine, memory: float, pins: Mapp
 def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, Any]) -> Iterator[GpuLayout]:
     """Yield the layouts that the model and the batch allow, without recomputation and offload."""
     config = work.config
-    stages = range(1, 2 if config.architecture.is_one_stage else min(gpus, config.num_layers) + 1)  # type: ignore[attr-defined]
+    stages = range(1, min(gpus, config.num_layers) + 1)
+    if any(model.config.architecture.is_one_stage for model in work.models):  # type: ignore[attr-defined]
+        stages = range(1, 2)
     powers = [2**power for power in range(11) if 2**power <= gpus]
     values = {
         "tensor": [n for n in powers if n <= machine.per_node and all(_divides_matrices(w, n) for w in work.models)],

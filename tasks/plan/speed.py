@@ -14,6 +14,7 @@ from .gpu_layout import GpuLayout
 from .gpus import GPUS, gpu_kind
 from .memory import (
     BYTES,
+    KEPT_LOGITS,
     kept_attention_bytes,
     kept_patches,
     key_values,
@@ -97,17 +98,17 @@ def seconds_per_step(work: Workload, layout: GpuLayout, machine: Machine) -> flo
 
 def step_time(work: Workload, layout: GpuLayout, machine: Machine) -> StepTime:
     """Return the expected time of a step of `work.global_batch` packs, with that of a critic or a teacher."""
-    own = _step_of_model(work, layout, machine)
+    trained = _step_of_model(work, layout, machine)
     model = work.further_work
     if work.further is None or model is None:
-        return own
+        return trained
     layout = replace(layout, offloaded_layers=0)
+    step = _step_of_model(model, layout, machine)
     if work.further.is_trained:
-        return _sum(own, _step_of_model(model, layout, machine))
+        return _sum(trained, step)
     # A forward pass takes what one more of them adds to a step.
-    more = replace(model, task=replace(model.task, forwards=model.task.forwards + 1))
-    with_forward, without = (_step_of_model(each, layout, machine) for each in (more, model))
-    return _sum(own, StepTime(*(a - b for a, b in zip(with_forward, without, strict=True))))
+    with_forward = _step_of_model(model.with_forward, layout, machine)
+    return _sum(trained, StepTime(*(a - b for a, b in zip(with_forward, step, strict=True))))
 
 
 def _sum(*times: StepTime) -> StepTime:
@@ -247,12 +248,20 @@ def _output_seconds(work: Workload, layout: GpuLayout, flops: Flops, machine: Ma
 
 
 def _comparison_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
-    """Return the seconds of a micro batch in the comparison with a teacher, beside both models' output layers."""
+    """Return the seconds of a micro batch in the comparison with a teacher, beside both models' output layers.
+
+    The backward pass computes logits again that are not kept.
+    """
     if work.task.distillation is None:
         return 0.0
-    logits = SCORED * layout.micro_batch * work.length * work.vocab_size / (layout.tensor * layout.context)
-    moved = (COMPARED_BYTES if work.task.distillation.top is None else COMPARED_TOP_BYTES) * logits
-    return moved / (BANDWIDTH * machine.bandwidth)
+    tokens = SCORED * layout.micro_batch * work.length / (layout.tensor * layout.context)
+    is_top = work.task.distillation.top is not None
+    moved = (COMPARED_TOP_BYTES if is_top else COMPARED_BYTES) * tokens * work.vocab_size
+    again = 0.0
+    if not is_top and work.further_work:
+        repeated = max(1 - KEPT_LOGITS * work.gpu_bytes / (2 * BYTES * tokens * work.vocab_size), 0.0)
+        again = repeated * 2 * (work.flops.output + work.further_work.flops.output) * tokens
+    return again / _dense_rate(work, layout) / machine.peak_flops + moved / (BANDWIDTH * machine.bandwidth)
 
 
 def _prediction_seconds(work: Workload, layout: GpuLayout, machine: Machine, text_share: float) -> float:

@@ -31,7 +31,6 @@ from .parameters import ModelParameters, Parameters
 NEXT_TOKENS = PtOptions, CausalLmOptions  # tasks that are planned on images too, and by measured activations
 RLHF = DpoOptions, OrpoOptions, CpoOptions, SimpoOptions, KtoOptions, RmOptions, GrpoOptions, PpoOptions, GkdOptions
 GROUPED = EmbeddingOptions, RerankerOptions, GenerativeRerankerOptions  # tasks whose samples have several documents
-PLANNED = *NEXT_TOKENS, SeqClsOptions, *GROUPED, *RLHF
 OPTIONS_BY_TYPE = {task.__dataclass_fields__["rlhf_type"].default: task for task in RLHF}
 PLANNED_REFERENCE = "offload_ref_model", "precompute_ref_log_probs"
 
@@ -75,8 +74,9 @@ class TaskWork:
             place = "none"  # otherwise adapters are switched off
         if isinstance(options, KtoOptions) and options.loss_type == "kto":
             forwards = 2 * forwards + 1  # mismatched answers too, by the reference and by the model
-        if isinstance(options, GrpoOptions) and options.records_old_log_probs:
-            forwards += 1
+        if isinstance(options, GrpoOptions):
+            forwards += options.records_old_log_probs + (options.policy.loss_type == "real")
+            forwards += options.policy.top_entropy_quantile < 1
         outputs = 1 if options.scores_documents else None
         if isinstance(options, SeqClsOptions):
             outputs = options.num_labels or 1  # those of a checkpoint's head are as small

@@ -60,15 +60,30 @@ class Workload:
         names = "length", "document_length", "global_batch", "gpu_bytes"
         return self.further and replace(self.further.work, **{name: getattr(self, name) for name in names})
 
-    @property
+    @cached_property
     def alone(self) -> "Workload":
         """Work of the trained model without others beside it."""
-        return replace(self, task=replace(self.task, reference="none"), further=None, reward_bytes=0.0)
+        task = replace(self.task, reference="none")
+        if self.further is None and not self.reward_bytes and task == self.task:
+            return self
+        return replace(self, task=task, further=None, reward_bytes=0.0)
+
+    @cached_property
+    def with_forward(self) -> "Workload":
+        """The same with a forward pass more."""
+        return replace(self, task=replace(self.task, forwards=self.task.forwards + 1))
 
     @property
     def models(self) -> "list[Workload]":
         """Workloads of the model and of the further one."""
         return [self, self.further.work] if self.further else [self]
+
+    @property
+    def names_of_models(self) -> str:
+        """Return what the models are, for messages."""
+        if self.further is None:
+            return "the model"
+        return f"the model and its {'critic' if self.further.is_trained else 'teacher'}"
 
     @property
     def batch(self) -> int:

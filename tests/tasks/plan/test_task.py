@@ -6,10 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from megaswift.bridge.model.score_head import add_score_head
 from megaswift.cli.main import main, read_options
 from megaswift.tasks.plan.memory import OUTSIDE, host_bytes, memory_of_rank
 from megaswift.tasks.plan.parameters import count_parameters
 from megaswift.tasks.plan.run_plan import TEXT, Gpu, UnplannedRunError, check_fits, plan_run, time_line
+from megaswift.tasks.plan.search import search
+from megaswift.tasks.plan.speed import Machine
 from megaswift.tasks.plan.task import Distillation, TaskWork
 from megaswift.tasks.rollout.memory_budget import planned_engine_memory
 
@@ -171,9 +174,67 @@ def test_a_teacher_takes_the_time_of_forward_passes(options_of, rows, tmp_path) 
     assert seconds["8b"] - seconds["4b"] == pytest.approx(products / 0.6e15, rel=0.15)
 
 
-def test_a_reward_model_is_on_the_first_gpu(options_of) -> None:
-    flags = f"{GRPO} --reward_model MODEL"
-    assert plan_run(options_of(flags), 1).memory.weights - plan_run(options_of(GRPO), 1).memory.weights == 2 * CRITIC
+@pytest.fixture
+def headed(rows, tmp_path):
+    """Return a function that writes the config.json of a row's model with a head of one label."""
+
+    def write(row: str, **changes) -> str:
+        folder = tmp_path / f"headed-{row}"
+        folder.mkdir(exist_ok=True)
+        config = add_score_head(rows.ROWS[row].config | {"architectures": ["Qwen3ForCausalLM"]}, 1) | changes
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    return write
+
+
+@pytest.mark.parametrize("row", ["4b", "8b"])  # tied embeddings, and not
+def test_a_critic_begins_as_a_reward_model(row, options_of, headed) -> None:
+    from_model, from_reward = (
+        plan_run(options_of(f"{PPO} --offload_critic false {flags}", row), 1).memory
+        for flags in ("", f"--critic_model {headed(row)}")
+    )
+    assert from_reward == from_model
+
+
+def test_a_reward_model_is_on_the_first_gpu(options_of, headed) -> None:
+    pipeline = "--pipeline_model_parallel_size 2 --tuner_type lora --beta 0"
+    alone = plan_run(options_of(f"{GRPO} --beta 0"), 1).memory.weights
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        flags = f"{GRPO} --beta 0 --reward_model {headed('4b', dtype=dtype)}"
+        assert plan_run(options_of(flags), 1).memory.weights - alone == size * CRITIC
+    assert plan_run(options_of(f"{flags} {pipeline}"), 2).memory.weights > 4 * CRITIC
+    quantized = headed("4b", quantization_config={"quant_method": "awq", "bits": 4})
+    assert plan_run(options_of(f"{GRPO} --beta 0 --reward_model {quantized}"), 1).memory.weights == alone
+
+
+def test_what_a_teacher_does_not_divide(options_of, rows, tmp_path) -> None:
+    """28 layers do not go into 3 stages, as 36 do, nor layers that take from others into two."""
+    teachers = {}
+    for row in ("1.7b", "gemma-4-e2b"):
+        (tmp_path / row).mkdir()
+        (tmp_path / row / "config.json").write_text(json.dumps(rows.ROWS[row].config))
+        teachers[row] = GKD.replace("MODEL", str(tmp_path / row))
+    for flags, world in ((teachers["1.7b"], 3), (teachers["gemma-4-e2b"], 2)):
+        with pytest.raises(UnplannedRunError, match="a critic or teacher that the layout does not divide"):
+            plan_run(options_of(f"{flags} --pipeline_model_parallel_size {world}"), world)
+    work = plan_run(options_of(teachers["gemma-4-e2b"]), 1).work
+    layouts = [plan.layout for plan in search(work, 4, Machine(989e12), 140 * GIB, {}).plans]
+    assert layouts
+    assert {layout.pipeline for layout in layouts} == {1}
+    work = plan_run(options_of(teachers["1.7b"]), 1).work
+    layouts = [plan.layout for plan in search(work, 6, Machine(989e12), 140 * GIB, {}).plans]
+    assert layouts
+    assert all(layout.last for layout in layouts if layout.pipeline == 3)  # stages of 9, 9 and 10, or 13, 13 and 10
+
+
+def test_stages_have_parts_of_both_models(options_of) -> None:
+    """The last stage has the output layer of the student, and the copy of the embedding."""
+    flags = f"{GKD} --lmbda 0 --pipeline_model_parallel_size 2 --global_batch_size 2 --max_length 8192"
+    plan = plan_run(options_of(flags), 2)
+    alone = plan_run(options_of("--pipeline_model_parallel_size 2 --global_batch_size 2"), 2).memory
+    assert plan.memory.weights == 2 * alone.weights  # the teacher is a model of the same shape
+    assert plan.memory.gradients == alone.gradients
 
 
 def test_completions_come_behind_prompts(options_of) -> None:
