@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.bridge.kernels.interpreted import with_indices
+
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -13,12 +15,5 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
-
-    def patch_index(tensor, scope):
-        # Bounds of loops are arrays of one number there, which NumPy 2.5 does not turn into a number by itself.
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_index)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_indices(interpreter._patch_lang_tensor))
     return "cpu"

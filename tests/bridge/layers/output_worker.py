@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 2 -m tests.bridge.layers.output_worker results.json
 
+With TRITON_INTERPRET=1 by the fused kernels.
 results.json: {case: {what: distance, relative to the largest number there}}, of the rank that is furthest off.
 """
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +20,8 @@ import torch
 import torch.distributed as dist
 from megaswift.bridge.layers import divergence, logprobs
 from torch import Tensor
+
+from tests.bridge.kernels.interpreted import with_indices
 
 SEQUENCE, BATCH, SIZE, TEACHER_SIZE, PADDED = 6, 2, 8, 5, 24
 SCORED = [0, 3, 4, 7, 8, 10, 11]
@@ -180,7 +184,8 @@ def of_top(sides: Sides) -> dict[str, float]:
 def compare(group: Any) -> dict[str, dict[str, float]]:
     """By case and what is computed, in chunks that do not divide."""
     found = {}
-    with mock.patch.object(divergence, "CHUNK_LOGITS", 4 * PADDED), mock.patch.object(logprobs, "CHUNK_TOKENS", 4):
+    chunks = mock.patch.multiple(divergence, CHUNK_LOGITS=4 * PADDED, FUSED_CHUNK_LOGITS=4 * PADDED)
+    with chunks, mock.patch.object(logprobs, "CHUNK_TOKENS", 4):
         for case, settings in CASES.items():
             for what in (of_labels, of_divergence, of_top):
                 found[f"{what.__name__}: {case}"] = what(Sides(**settings, group=group))
@@ -216,6 +221,10 @@ def worst(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from triton.runtime import interpreter
+
+        interpreter._patch_lang_tensor = with_indices(interpreter._patch_lang_tensor)
     from megaswift.bridge import parallel
     from megaswift.bridge.options import BuildOptions
     from megatron.core import parallel_state
