@@ -73,6 +73,9 @@ class PlanOptions:
         "attention.",
     ] = None
     expert_model_parallel_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
+    expert_tensor_parallel_size: Annotated[
+        int | None, "Default: searched where there are no more experts to distribute.", "(0, inf)"
+    ] = None
     micro_batch_size: Annotated[int | None, "Default: searched.", "(0, inf)"] = None
     recompute: Annotated[
         Literal["none", "mlp", "full"] | None,

@@ -24,6 +24,7 @@ FLAGS = {
     "last": "decoder_last_pipeline_num_layers",
     "context": "context_parallel_size",
     "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
     "micro_batch": "micro_batch_size",
     "offloads": "optimizer_cpu_offload",
 }

@@ -85,7 +85,8 @@ def _of_each_size(plans: list[Plan]) -> list[Plan]:
     best: dict[tuple[int, ...], Plan] = {}
     for plan in plans:
         layout = plan.layout
-        best.setdefault((layout.tensor, layout.pipeline, layout.context, layout.expert), plan)
+        sizes = layout.tensor, layout.pipeline, layout.context, layout.expert, layout.expert_tensor
+        best.setdefault(sizes, plan)
     return list(best.values())
 
 
@@ -142,6 +143,7 @@ def _pins(options: PlanOptions) -> dict[str, object]:
         "last": options.decoder_last_pipeline_num_layers,
         "context": options.context_parallel_size,
         "expert": options.expert_model_parallel_size,
+        "expert_tensor": options.expert_tensor_parallel_size,
         "micro_batch": options.micro_batch_size,
         "recompute": options.recompute and [options.recompute],
         "offloads": options.optimizer_cpu_offload,

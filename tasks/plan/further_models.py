@@ -102,9 +102,8 @@ def divides_further_model(work: Workload, layout: GpuLayout) -> bool:
     if work.further is None:
         return True
     config = work.further.work.config
-    can_split = layout.pipeline == 1 or not config.architecture.is_one_stage  # type: ignore[attr-defined]
-    return (
-        can_split
-        and layout.divides(config.num_layers)
-        and (config.num_moe_experts or layout.expert) % layout.expert == 0
-    )
+    is_split = layout.pipeline > 1 and config.architecture.is_one_stage  # type: ignore[attr-defined]
+    if is_split or not layout.divides(config.num_layers):
+        return False
+    experts, width = config.num_moe_experts, config.moe_ffn_hidden_size or 0
+    return not experts or (experts % layout.expert == 0 and width % layout.expert_tensor == 0)

@@ -30,6 +30,7 @@ class GpuLayout:
     last: int | None = None  # layers of the last pipeline stage; None: as the others
     recomputed: int | None = None  # layers of each chunk that are recomputed in full; None: all
     offloaded_layers: int = 0  # first layers of each pipeline stage whose activations are kept on the host
+    expert_tensor: int = 1
 
     @property
     def data(self) -> int:
@@ -39,7 +40,12 @@ class GpuLayout:
     @property
     def expert_data(self) -> int:
         """Data-parallel size of the experts."""
-        return self.gpus // (self.pipeline * self.expert)
+        return self.gpus // (self.pipeline * self.expert_shards)
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that together have the experts of a layer."""
+        return self.expert * self.expert_tensor
 
     def micro_batches(self, global_batch: int) -> int:
         """Return the number of micro batches of a rank in a step, of which the last may be padding."""
@@ -88,6 +94,7 @@ class GpuLayout:
             "pipeline_model_parallel_size": self.pipeline,
             "context_parallel_size": self.context,
             "expert_model_parallel_size": self.expert,
+            "expert_tensor_parallel_size": self.expert_tensor,
             "sequence_parallel": self.tensor > 1,
             "micro_batch_size": self.micro_batch,
             "recompute_granularity": "full" if self.recompute == "full" else "selective",
@@ -126,6 +133,7 @@ class GpuLayout:
             "VPP": self.virtual,
             "CP": self.context,
             "EP": self.expert,
+            "ETP": self.expert_tensor,
             "DP": self.data,
         }
         words = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one GPU"]

@@ -138,11 +138,11 @@ def _memory_of_stage(
     """
     is_last = stage == layout.pipeline - 1
     held = work.parameters.of_stage(layers, is_first=stage == 0, is_last=is_last)
-    dense, experts = held.split / layout.tensor + held.replicated, held.expert / layout.expert
+    dense, experts = held.split / layout.tensor + held.replicated, held.expert / layout.expert_shards
     trained, trained_experts = dense, experts
     if work.lora_rank is not None:
         adapters = sum((_adapters(work, layer) for layer in layers), Parameters())
-        trained, trained_experts = adapters.split / layout.tensor, adapters.expert / layout.expert
+        trained, trained_experts = adapters.split / layout.tensor, adapters.expert / layout.expert_shards
     shards = trained / (layout.data * layout.context) + trained_experts / layout.expert_data
     tokens = layout.micro_batch * work.length / layout.context
     micro_batches = layout.micro_batches(work.global_batch)
@@ -314,7 +314,7 @@ def _saved_bytes(work: Workload, layout: GpuLayout, layer: int) -> float:
     kind, is_sparse = work.layer(layer), work.is_sparse(layer)
     values = 0.0 if kind.mixer == "none" else _mixer_values(work.config, kind)
     if kind.has_mlp:
-        values += _expert_values(work) * skew if is_sparse else _dense_values(work.config, kind)
+        values += _expert_values(work, layout) * skew if is_sparse else _dense_values(work.config, kind)
     masks = 0.0
     if work.fp8:
         # The matrices' inputs are saved in FP8, attention's output in both types.
@@ -399,12 +399,15 @@ def _dense_values(config: TransformerConfig, layer: Layer) -> int:
     return 2 * config.hidden_size + (3 if config.gated_linear_unit else 2) * width
 
 
-def _expert_values(work: Workload) -> int:
-    """Return the values that a layer of experts saves per token: its norm's, the experts' inputs and MLPs."""
+def _expert_values(work: Workload, layout: GpuLayout) -> int:
+    """Return the values that a layer of experts saves per token: its norm's, the experts' inputs and MLPs.
+
+    Ranks that split an expert have the inputs of all of them, and their share of its columns.
+    """
     config = work.config
     gates = 2 if config.gated_linear_unit else 1
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
-    copy = config.hidden_size + (gates + 1) * width
+    copy = config.hidden_size * layout.expert_tensor + (gates + 1) * width
     shared = (gates + 1) * (config.moe_shared_expert_intermediate_size or 0)
     return 2 * config.hidden_size + config.moe_router_topk * copy + shared
 

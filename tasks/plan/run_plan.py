@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 # those without effect on memory, and those that change activations alone. Any other flag makes a run unplanned.
 LAYOUT_FLAGS = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "sequence_parallel", "virtual_pipeline_model_parallel_size",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+    "virtual_pipeline_model_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
 )  # fmt: skip
 NEUTRAL_FLAGS = (
     "ddp_backend", "ddp_timeout", "preflight", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm",
@@ -250,6 +250,7 @@ def layout_of(options: SftOptions, world: int) -> GpuLayout:
         build.decoder_last_pipeline_num_layers,
         build.recompute_num_layers if build.recompute_method == "block" else None,
         build.cpu_offloading_num_layers if build.cpu_offloading else 0,
+        build.expert_tensor_parallel_size,
     )
 
 
@@ -310,6 +311,7 @@ def _has_measured_activations(options: SftOptions, work: Workload, layout: GpuLa
         and not flag_value(options, "enable_dft_loss", False)
         and {"core_attn", "mlp"}.issuperset(options.build.recompute_modules)
         and not (layout.offloaded_layers and layout.recompute != "full")
+        and layout.expert_tensor == 1
         and all(name in MEASURED_FLAGS for name in _changed(options.build))
     )
 

@@ -95,21 +95,32 @@ def _layouts(work: Workload, gpus: int, machine: Machine, pins: Mapping[str, Any
     if any(model.config.architecture.is_one_stage for model in work.models):  # type: ignore[attr-defined]
         stages = range(1, 2)
     powers = [2**power for power in range(11) if 2**power <= gpus]
+    width = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or 1  # columns of an expert
     values = {
         "tensor": [n for n in powers if n <= machine.per_node and all(_divides_matrices(w, n) for w in work.models)],
         "pipeline": [n for n in stages if gpus % n == 0],
         "context": [n for n in powers if work.length % (2 * n) == 0],
         "expert": [n for n in powers if config.num_moe_experts and config.num_moe_experts % n == 0] or [1],
+        "expert_tensor": [n for n in powers if n <= machine.per_node and width % n == 0],
         "micro_batch": list(MICRO_BATCHES),
     }
     values |= {name: [pin] for name, pin in pins.items() if name in values}
     for sizes in product(*values.values()):
         layout = GpuLayout(gpus, **dict(zip(values, sizes, strict=True)))
         model = layout.tensor * layout.pipeline * layout.context
-        if gpus % model or gpus % (layout.pipeline * layout.expert) or work.length % (layout.tensor * layout.context):
+        if gpus % model or gpus % (layout.pipeline * layout.expert_shards):
+            continue
+        if work.length % (layout.tensor * layout.context) or not _may_split_experts(work, layout, pins):
             continue
         if work.batch % (layout.micro_batch * layout.data) == 0:
             yield from _divisions(work, layout, pins)
+
+
+def _may_split_experts(work: Workload, layout: GpuLayout, pins: Mapping[str, Any]) -> bool:
+    """Return whether a layout may split experts: by a flag, or where there are no more of them to distribute."""
+    experts = work.config.num_moe_experts
+    is_chosen = layout.expert_tensor > 1 and "expert_tensor" not in pins
+    return not is_chosen or bool(experts and experts % (2 * layout.expert))
 
 
 def _divisions(work: Workload, layout: GpuLayout, pins: Mapping[str, Any]) -> Iterator[GpuLayout]:

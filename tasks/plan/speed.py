@@ -203,7 +203,7 @@ def _traffic(work: Workload, layout: GpuLayout, layers: range, depths: int, reco
     parameters = work.parameters.of_layers(layers)
     if depths:
         parameters += work.parameters.prediction
-    experts = parameters.expert / layout.expert
+    experts = parameters.expert / layout.expert_shards
     dense = parameters.split / layout.tensor + parameters.replicated
     again = recomputed + work.task.forwards
     moved = (2 + again) * BYTES * experts
@@ -211,7 +211,7 @@ def _traffic(work: Workload, layout: GpuLayout, layers: range, depths: int, reco
         moved += 2 * work.gradient_bytes * (dense + experts)
     config = work.config
     gates = 2 if config.gated_linear_unit else 1
-    values = config.hidden_size + (gates + 1) * (config.moe_ffn_hidden_size or 0)
+    values = config.hidden_size * layout.expert_tensor + (gates + 1) * (config.moe_ffn_hidden_size or 0)
     tokens = layout.micro_batch * work.length / (layout.context * layout.tensor)
     sparse = sum(map(work.is_sparse, layers)) + depths * bool(config.num_moe_experts)
     routed = tokens * config.moe_router_topk * sparse
@@ -223,7 +223,7 @@ def _host_seconds(work: Workload, layout: GpuLayout, layers: int, recomputed: fl
     exchanges = _exchanges(work, layout) if layout.tensor > 1 else 0
     again = recomputed + work.task.forwards
     layer = HOST_LAYER
-    if layout.expert > 1:
+    if layout.expert_shards > 1:
         layer = HOST_EXPERTS if work.lora_rank is None else HOST_ADAPTED_EXPERTS
     layer += HOST_RING if layout.context > 1 and not work.gathers_keys else 0.0
     return layers * ((1 + again / 3) * layer + exchanges * HOST_EXCHANGE)
@@ -336,17 +336,20 @@ def _expert_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> floa
 
     Within a node a token goes once to each GPU that has experts of it; otherwise once to each of its experts.
     """
-    if layout.expert == 1:
-        return 0.0
     chosen = work.config.moe_router_topk
     exchanges = (6 if layout.recompute == "full" else 4) + 2 * work.task.forwards
     states = exchanges * _hidden_bytes(work, layout) / layout.tensor
-    if layout.expert <= machine.per_node:
+    # Ranks that split experts gather all rows of these, and add up their outputs.
+    gathered = states * chosen * (layout.expert_tensor - 1) / (GATHERING * machine.link)
+    if layout.expert == 1:
+        return gathered
+    if layout.expert <= machine.per_node and layout.expert_tensor == 1:
         share = 1 - (1 - 1 / layout.expert) ** chosen  # share of the tokens that have experts on a given GPU
         waits = work.config.num_layers * COUNTING
         return states * share * (layout.expert - 1) / (PEER_READS * machine.link) + waits
-    near = (machine.per_node - 1) / (ALL_TO_ALL * machine.link)
-    return states * chosen / layout.expert * max(near, (layout.expert - machine.per_node) / NETWORK)
+    near = (min(layout.expert, machine.per_node) - 1) / (ALL_TO_ALL * machine.link)
+    far = max(layout.expert - machine.per_node, 0) / NETWORK
+    return gathered + states * chosen / layout.expert * max(near, far)
 
 
 def _context_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> float:
@@ -376,7 +379,7 @@ def _update_seconds(work: Workload, layout: GpuLayout, machine: Machine) -> tupl
     held = work.parameters.of_layers(range(work.config.num_layers)) + work.parameters.prediction
     experts = held.expert / layout.pipeline
     dense = (parameters - experts) / layout.tensor + work.trained_tower
-    held_experts = experts / layout.expert
+    held_experts = experts / layout.expert_shards
     replicas = layout.data * layout.context
     link = GATHERING * machine.link if layout.gpus <= machine.per_node else NETWORK
     moved = dense * (replicas - 1) / replicas + held_experts * (layout.expert_data - 1) / layout.expert_data

@@ -137,7 +137,7 @@ def test_a_resumed_run_has_the_layout_of_its_checkpoint(gpus, words, capsys, tmp
     ("more", "error"),
     [
         ("--optimizer sgd", "--plan auto: not planned: --optimizer sgd. Set the layout's flags instead"),
-        ("--expert_tensor_parallel_size 2", "--plan auto: not planned: --expert_tensor_parallel_size."),
+        ("--freeze_parameters_ratio 0.5", "--plan auto: not planned: --freeze_parameters_ratio."),
         ("--sequence_parallel false", "--plan auto cannot be used with --sequence_parallel false"),
         ("--use_ray true", "--plan auto cannot be used with --use_ray true"),
         (
@@ -237,7 +237,8 @@ def test_a_micro_batch_without_a_gpu(words, capsys) -> None:
     assert micro_batch(capsys, words, "--global_batch_size 6")[0] == 2
     assert micro_batch(capsys, words, "--global_batch_size 5")[0] == 1
     words = ["rlhf", "--rlhf_type", "gkd", "--teacher_model", words[2], *unplanned(words)[1:]]
-    assert micro_batch(capsys, words)[0] == 4
+    code, printed = dry(capsys, words, "--micro_batch_size auto --packing false")
+    assert (code, "--micro_batch_size auto: 4, without a GPU" in printed) == (0, True), printed
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ import pytest
 import torch
 from megaswift.bridge.checkpoint.pretrained import empty_model, load_config
 from megaswift.bridge.kernels import flash_attention
+from megaswift.cli.main import read_options
 from megaswift.tasks.options import PlanOptions
 from megaswift.tasks.plan import command
 from megaswift.tasks.plan.gpu_layout import GpuLayout
 from megaswift.tasks.plan.make_workload import make_workload
 from megaswift.tasks.plan.memory import host_bytes, kept_attention_bytes, memory_of_rank
 from megaswift.tasks.plan.parameters import count_parameters
+from megaswift.tasks.plan.run_plan import plan_run
 from megaswift.tasks.plan.search import search
 from megaswift.tasks.plan.speed import Machine, seconds_per_step, step_time
 from megaswift.tasks.plan.workload import Workload
@@ -351,3 +353,39 @@ def test_more_of_anything_takes_less_memory(rows, workload_of) -> None:
         {"offloads": True},
     ):
         assert memory_of_rank(work, GpuLayout(8, **change)).total < base, change
+
+
+def test_experts_are_split_where_no_more_can_be_distributed(rows, workload_of) -> None:
+    """Ranks that split an expert have the inputs of all of its tokens, and half of its columns."""
+    few = rows.ROWS["moe"].config | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12_288}
+    work = workload_of(few, gpus=16, global_batch_size=16)
+    whole, split = (memory_of_rank(work, GpuLayout(16, expert=8, expert_tensor=size)) for size in (1, 2))
+    experts = sum(layer.expert for layer in work.parameters.layers)
+    assert experts == 8 * 8 * 3 * 2048 * 12_288  # layers, experts, matrices
+    assert whole.weights - split.weights == 2 * experts / 16
+    assert whole.gradients - split.gradients == 4 * experts / 16
+    assert whole.optimizer == split.optimizer
+    inputs = 2 * 4096 * 8 * 2 * 2048 * 1.1  # bf16, tokens, layers, experts of a token, hidden size, the busiest rank
+    assert split.activations - whole.activations == pytest.approx(inputs)
+    # Rows of an expert are gathered within a node; gradients of experts need no exchange.
+    waits = [step_time(replace(work, lora_rank=8), GpuLayout(8, expert_tensor=size), H200).exchange for size in (1, 2)]
+    assert waits[0] == 0 < waits[1]
+    found = search(work, 16, H200, 40 * 2**30, {}).plans
+    sizes = {(plan.layout.expert, plan.layout.expert_tensor) for plan in found}
+    assert (8, 2) in sizes
+    assert all(expert == 8 for expert, tensor in sizes if tensor > 1)
+    pinned = search(work, 16, H200, 40 * 2**30, {"expert_tensor": 4, "expert": 2}).plans
+    assert {(plan.layout.expert, plan.layout.expert_tensor) for plan in pinned} == {(2, 4)}
+    assert "EP2 ETP4" in str(pinned[0].layout)
+    assert "--expert_tensor_parallel_size 4" in pinned[0].layout.flags()
+    many = workload_of(rows.ROWS["moe"].config, gpus=8, global_batch_size=16)
+    assert all(plan.layout.expert_tensor == 1 for plan in search(many, 8, H200, 40 * 2**30, {}).plans)
+
+
+def test_a_run_with_split_experts_is_not_of_a_measured_kind(rows, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(rows.ROWS["moe"].config))
+    data = f"sft --model {tmp_path} --packing true --max_length 4096 --dataset x.jsonl --train_iters 1"
+    for flags, is_measured in (("", True), ("--expert_tensor_parallel_size 2", False)):
+        plan = plan_run(read_options("megatron", f"{data} {flags}".split())[0], 2)
+        assert plan.is_measured == is_measured
+        assert plan.layout.expert_data == (2 if is_measured else 1)
