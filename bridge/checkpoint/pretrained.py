@@ -147,6 +147,13 @@ def empty_model(config: Any, **settings: Any) -> Any:
     return _causal_class(config).from_config(config, trust_remote_code=False, **settings)
 
 
+def empty_classifier(config: Any) -> Any:
+    """Build transformers' sequence classification of `config` without loading weights. Raises ValueError without one."""
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
+
+
 def _leave_out_speech(config: Any) -> bool:
     """Have an Omni model of transformers' `config` made without talker and vocoder; return whether it is one."""
     is_omni = hasattr(config, "thinker_config")

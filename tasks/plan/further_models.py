@@ -3,8 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ...bridge.checkpoint.hub import read_config, source_folder
-from ...bridge.checkpoint.pretrained import load_config
+from ...bridge.checkpoint.pretrained import empty_classifier, load_config
 from ...bridge.checkpoint.quantized import quantization_of, weight_reader
 from ...bridge.options import ModelOptions
 from ..options import GkdOptions, GrpoOptions, PlanOptions, PpoOptions, SftOptions
@@ -68,16 +70,13 @@ def with_models_of_run(work: Workload, options: SftOptions, plan: PlanOptions) -
 
 def _reward_bytes(options: ModelOptions) -> float:
     """Return the bytes of a reward model; 0 for one that transformers has no such class for, or quantizes."""
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
     try:
         folder = source_folder(options, None, weights=False)
         config = load_config(folder)
         if quantization_of(read_config(folder)):
             return 0.0
         with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(config)
+            model = empty_classifier(config)
     except (OSError, ValueError, ImportError):  # the run says what is wrong with it
         return 0.0
     dtype = getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
