@@ -148,7 +148,7 @@ def empty_model(config: Any, **settings: Any) -> Any:
 
 
 def empty_classifier(config: Any) -> Any:
-    """Build transformers' classifier of sequences of `config` without loading weights. Raises ValueError without one."""
+    """Build transformers' classifier of sequences without loading weights. Raises ValueError where it has none."""
     from transformers import AutoModelForSequenceClassification
 
     return AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
