@@ -28,12 +28,14 @@ class Source:
     def workload(self, options: ModelOptions, plan: PlanOptions, task: TaskWork) -> Workload:
         """Return the workload of the model, all of whose parameters would be trained.
 
-        options: of the hub; plan: batch and precision. Raises ValueError, OSError or ImportError, with the flag.
+        options: of the hub; plan: batch and precision. Raises ValueError, with the flag.
         """
         try:
             return self._workload(options, plan, task)
         except (OSError, ValueError, ImportError) as error:
-            raise type(error)(str(error).replace("--model ", f"{self.flag} ")) from None
+            text = str(error).replace("--model ", f"{self.flag} ")
+            about = "" if self.flag in text else f"{self.flag} {self.model or self.mcore_model}: "
+            raise ValueError(f"{about}{text}") from None
 
     def _workload(self, options: ModelOptions, plan: PlanOptions, task: TaskWork) -> Workload:
         folder = source_folder(replace(options, model=self.model or ""), self.mcore_model, weights=False)
@@ -45,10 +47,7 @@ class Source:
 
 
 def with_models_of_run(work: Workload, options: SftOptions, plan: PlanOptions) -> Workload:
-    """Return the workload of a run with its critic, teacher and reward model.
-
-    Raises ValueError, OSError or ImportError, with the flag.
-    """
+    """Return the workload of a run with its critic, teacher and reward model. Raises ValueError."""
     hub: Any = options
     if isinstance(options, GrpoOptions) and options.rewards.reward_model:
         work = replace(work, reward_bytes=_reward_bytes(replace(hub, model=options.rewards.reward_model)))

@@ -162,11 +162,8 @@ def _plan_model(options: SftOptions, world: int, images: Images, gpu_bytes: floa
         task = TaskWork.of(options)
         plan = plan_options(options, world, images)
         work = make_workload(hf_config, load_config(folder), plan, task)
-    except ValueError as error:
-        raise UnplannedRunError(str(error)) from None
-    try:
         work = with_models_of_run(work, options, plan)
-    except (OSError, ValueError, ImportError) as error:
+    except ValueError as error:
         raise UnplannedRunError(str(error)) from None
     layout = layout_of(options, world)
     if not divides_further_model(work, layout):

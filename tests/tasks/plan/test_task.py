@@ -388,12 +388,17 @@ def test_the_command_of_megatron_plan(flags, others, rows, tmp_path, capsys) -> 
         ("vl-4b", "", "--rlhf_type dpo: not planned with images. Set --image_share 0"),
         ("4b", "--teacher_model x", "--rlhf_type gkd and --teacher_model need each other."),
         ("4b", "--rlhf_type gkd --teacher_model ./none", "--teacher_model ./none: no such folder."),
+        ("4b", "--rlhf_type gkd --teacher_model BERT", "--teacher_model BERT: config.json names the architecture Bert"),
         ("4b", "--rlhf_type gkd --teacher_model MODEL --fp8_format hybrid", "--rlhf_type gkd: not planned in FP8."),
     ],
 )
 def test_what_megatron_plan_refuses(row, flags, error, rows, tmp_path, capsys) -> None:
     (tmp_path / "config.json").write_text(json.dumps(rows.ROWS[row].config))
     task = [] if "--rlhf_type" in flags else ["--rlhf_type", "dpo"]
+    bert = tmp_path / "bert"
+    bert.mkdir()
+    (bert / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
+    flags, error = (text.replace("BERT", str(bert)) for text in (flags, error))
     words = ["plan", "--model", str(tmp_path), *task, *flags.replace("MODEL", str(tmp_path)).split()]
     assert main("megatron", words) == 1
     assert f"error: {error}" in capsys.readouterr().err
