@@ -18,7 +18,7 @@ from torch import Tensor
 from . import LaunchArgs
 from .log_probs import sum_logits
 from .logits import KeptLogits, LogitForm, capped, column_blocks, form_logits
-from .weight_gradient import accumulate_product, has_main_grad, mark_grad_added
+from .weight_gradient import OutputGradients
 
 
 class Comparison(NamedTuple):
@@ -221,11 +221,8 @@ class FusedDivergence(torch.autograd.Function):
     def backward(ctx, grads: Tensor):  # type: ignore[override]
         hidden, weight, teacher_hidden, teacher_weight, log_sums, student_divergences = ctx.saved_tensors
         kept, grads = ctx.kept.chunks, grads.contiguous()
-        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        accumulate, total = ctx.accumulate and has_main_grad(weight), None
-        if ctx.needs_input_grad[1]:
-            total = weight.main_grad if accumulate else torch.zeros_like(weight, dtype=torch.float32)
         columns = ctx.comparison.student.columns
+        gradients = OutputGradients(hidden, weight, columns, ctx.needs_input_grad, accumulates=ctx.accumulate)
         for part in ctx.parts if columns else ():
             if kept:
                 student, teacher = kept.popleft()
@@ -234,12 +231,6 @@ class FusedDivergence(torch.autograd.Function):
                 teacher = form_logits(teacher_hidden[part], teacher_weight, columns)
             sums, divergences = log_sums[:, part], student_divergences[part]
             compute_gradient(student, teacher, sums, divergences, grads[part], ctx.comparison)
-            slopes = student[:, :columns]
-            if grad_hidden is not None:
-                torch.mm(slopes, weight[:columns], out=grad_hidden[part])
-            if total is not None:
-                accumulate_product(total[:columns], slopes, hidden[part])
-            del student, teacher, slopes  # frees memory for the next chunk
-        if total is None:
-            return grad_hidden, *[None] * 9
-        return grad_hidden, mark_grad_added(weight) if accumulate else total.to(weight.dtype), *[None] * 8
+            gradients.add(part, student[:, :columns])
+            del student, teacher  # frees memory for the next chunk
+        return *gradients.totals(), *[None] * 8

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .logits import KeptLogits, LogitForm, capped, column_blocks, form_logits, max_kept_bytes
-from .weight_gradient import accumulate_product, has_main_grad, mark_grad_added
+from .weight_gradient import OutputGradients
 
 
 @triton.jit
@@ -181,24 +181,15 @@ class LabelLogProbs(torch.autograd.Function):
         kept = ctx.kept.chunks  # removed since they are overwritten: a second backward pass recomputes them
         grads = torch.zeros_like(log_sums) if grads is None else grads.contiguous()
         bends = None if entropy_grads is None else (entropies, entropy_grads.contiguous())
-        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        accumulate, total = ctx.accumulate and has_main_grad(weight), None
-        if ctx.needs_input_grad[1]:
-            total = weight.main_grad if accumulate else torch.zeros_like(weight, dtype=torch.float32)
         columns = ctx.form.columns
+        gradients = OutputGradients(hidden, weight, columns, ctx.needs_input_grad, accumulates=ctx.accumulate)
         for part in _chunks(hidden, columns):
             logits = kept.popleft()[0] if kept else form_logits(hidden[part], weight, columns)
             of_entropies = None if bends is None else (bends[0][part], bends[1][part])
             compute_gradient(logits, labels[part], log_sums[part], grads[part], of_entropies, ctx.form)
-            slopes = logits[:, :columns]
-            if grad_hidden is not None:
-                torch.mm(slopes, weight[:columns], out=grad_hidden[part])
-            if total is not None:
-                accumulate_product(total[:columns], slopes, hidden[part])
-            del logits, slopes  # frees memory for the next chunk
-        if total is None:
-            return grad_hidden, *[None] * 7
-        return grad_hidden, mark_grad_added(weight) if accumulate else total.to(weight.dtype), *[None] * 6
+            gradients.add(part, logits[:, :columns])
+            del logits  # frees memory for the next chunk
+        return *gradients.totals(), *[None] * 6
 
 
 def _chunks(hidden: Tensor, columns: int) -> list[slice]:

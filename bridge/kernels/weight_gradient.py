@@ -5,6 +5,7 @@ The protocol is megatron-core's (tensor_parallel/layers.py, and the hook in dist
 time.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -49,6 +50,38 @@ def mark_grad_added(weight: Tensor) -> Tensor | None:
     # The weight itself is the dummy gradient, which takes no memory: autograd keeps it as `grad`, without a copy, until
     # the hook drops it. An existing `grad` would be added to, so that case needs zeros.
     return weight.detach() if weight.grad is None else torch.zeros_like(weight)
+
+
+class OutputGradients:
+    """Gradients of an output layer's inputs [rows, in] and weight [out, in], added up by chunks of rows.
+
+    columns: number of the weight's first rows that are used
+    needs: whether the inputs and the weight need gradients
+    accumulates: add the weight's to its `main_grad` if it has one in fp32
+    """
+
+    def __init__(self, inputs: Tensor, weight: Tensor, columns: int, needs: Sequence[bool], *, accumulates: bool):
+        self._inputs, self._weight, self._used = inputs, weight, weight[:columns]
+        self._of_inputs = torch.zeros_like(inputs) if needs[0] else None
+        self._accumulates, self._total = accumulates and has_main_grad(weight), None
+        if needs[1]:
+            main_grad = getattr(weight, "main_grad", None)
+            self._total = main_grad if self._accumulates else torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, part: slice, slopes: Tensor) -> None:
+        """Add a chunk's. slopes [rows of the part, columns]: gradients of the outputs, in the weight's dtype"""
+        if self._of_inputs is not None:
+            torch.mm(slopes, self._used, out=self._of_inputs[part])
+        if self._total is not None:
+            accumulate_product(self._total[: len(self._used)], slopes, self._inputs[part])
+
+    def totals(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return what the backward pass must return for inputs and weight."""
+        if self._total is None:
+            return self._of_inputs, None
+        if self._accumulates:
+            return self._of_inputs, mark_grad_added(self._weight)
+        return self._of_inputs, self._total.to(self._weight.dtype)
 
 
 def accumulate(weight: Tensor, grad_output: Tensor, inputs: Tensor) -> Tensor | None:

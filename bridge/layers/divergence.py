@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels import usable
-from ..kernels.weight_gradient import accumulate_product, has_main_grad, mark_grad_added
+from ..kernels.weight_gradient import OutputGradients
 from .logprobs import OutputMatrix, cap_slopes, chunk_logits, over_ranks
 
 CHUNK_LOGITS = 2**27  # logits of a chunk: half a GiB in fp32, a few times
-FUSED_CHUNK_LOGITS = 2**28  # of each model, for the fused kernels: half a GiB in bf16
+FUSED_CHUNK_LOGITS = 2**28  # logits of a chunk of each model in the fused kernels: half a GiB in bf16
 
 
 def divergence(
@@ -209,7 +209,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         hidden, weight, teacher_hidden, teacher_weight, normalizers, divergences = ctx.saved_tensors
-        gradients = _Gradients(ctx, hidden, weight)
+        gradients = OutputGradients(hidden, weight, ctx.columns, ctx.needs_input_grad, accumulates=ctx.accumulate)
         share = 1.0 if ctx.beta in (0, 1) else 1 - ctx.beta
         for part in _chunks(hidden, weight) if ctx.columns else []:
             student = chunk_logits(hidden[part], weight, ctx.columns, ctx.caps[0])
@@ -224,7 +224,8 @@ class _Divergence(torch.autograd.Function):
                 excess = (student - _mixture(student, teacher, ctx.beta)).sub_(divergences[part, None])
                 slope = student.exp_().mul_(excess)
             slope = slope.mul_(grad[part, None] * (share / ctx.temperatures[0]))
-            gradients.add(part, slope if inner_slopes is None else slope.mul_(inner_slopes))
+            slope = slope if inner_slopes is None else slope.mul_(inner_slopes)
+            gradients.add(part, slope.to(weight.dtype))
         return *gradients.totals(), *[None] * 6
 
 
@@ -250,38 +251,13 @@ class _LogitsOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         hidden, weight, local, is_local, inner_slopes = ctx.saved_tensors
-        gradients = _Gradients(ctx, hidden, weight)
+        gradients = OutputGradients(hidden, weight, ctx.columns, ctx.needs_input_grad, accumulates=ctx.accumulate)
         grad = grad if inner_slopes is None else grad * inner_slopes
         for part in _chunks(hidden, weight) if ctx.columns else []:
             slope = hidden.new_zeros(len(hidden[part]), ctx.columns, dtype=torch.float32)
-            gradients.add(part, slope.scatter_add_(1, local[part], grad[part] * is_local[part]))
+            slope = slope.scatter_add_(1, local[part], grad[part] * is_local[part])
+            gradients.add(part, slope.to(weight.dtype))
         return *gradients.totals(), *[None] * 2
-
-
-class _Gradients:
-    """Gradients of hidden states and output matrix, accumulated by chunks from the slopes of logits."""
-
-    def __init__(self, ctx, hidden: Tensor, weight: Tensor):
-        self._inputs, self._weight, self._used = hidden, weight, weight[: ctx.columns]
-        self._hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        self._accumulates = ctx.accumulate and has_main_grad(weight)
-        self._total: Tensor | None = None
-        if ctx.needs_input_grad[1]:
-            main = getattr(weight, "main_grad", None)
-            self._total = main if self._accumulates else torch.zeros_like(weight, dtype=torch.float32)
-
-    def add(self, part: slice, slope: Tensor) -> None:
-        """slope [tokens of the part, columns] fp32"""
-        slope = slope.to(self._weight.dtype)
-        if self._hidden is not None:
-            self._hidden[part] = slope @ self._used
-        if self._total is not None:
-            accumulate_product(self._total[: len(self._used)], slope, self._inputs[part])
-
-    def totals(self) -> tuple[Tensor | None, Tensor | None]:
-        if self._total is None:
-            return self._hidden, None
-        return self._hidden, mark_grad_added(self._weight) if self._accumulates else self._total.to(self._weight.dtype)
 
 
 def _normalizer(logits: Tensor, group) -> Tensor:

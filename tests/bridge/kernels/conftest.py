@@ -17,3 +17,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_indices(interpreter._patch_lang_tensor))
     return "cpu"
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megaswift.bridge.layers import divergence as layers
 from megaswift.bridge.layers.divergence import divergence
@@ -10,14 +9,6 @@ from megaswift.bridge.layers.logprobs import OutputMatrix
 
 TOKENS, SIZES, VOCAB, ROWS = (2, 5), (8, 6), 69, 72  # 3 rows of the matrices are padding, far larger than all else
 TEMPERATURES = 0.7, 1.3
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of one."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -2,18 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from megaswift.bridge.layers.logprobs import OutputMatrix, label_log_probs, log_probs_and_entropies
 
 TOKENS, SIZE, VOCAB, ROWS = (2, 5), 8, 69, 72  # 3 rows of the matrix are padding, far larger than all else
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of one."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture
