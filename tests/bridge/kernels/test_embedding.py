@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 
 @pytest.mark.parametrize("first", [0, 9])
@@ -27,14 +26,6 @@ def test_an_embedding_with_its_gradient(first, device):
     found.backward(slopes.to(device, torch.float32))
     torch.testing.assert_close((weight.main_grad - before).double().cpu(), expected[rows], rtol=1e-5, atol=1e-5)
     assert weight.grad_added_to_main_grad
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of one."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("use", ["alone", "tied", "tied, overlapped"])
