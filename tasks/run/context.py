@@ -269,7 +269,6 @@ def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
     replays_experts = getattr(options, "router_replay_mode", "disabled") != "disabled"
     return BatchPlan(
         BatchLayout(
-            pack_length=(options.data.packing_length or options.data.max_length) if options.data.packing else None,
             length_multiple=length_multiple(options.build),
             context_parallel_rank=groups.cp.rank(),
             context_parallel_size=layout.context,
@@ -283,6 +282,7 @@ def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
         options.training.micro_batch_size,
         rank=groups.dp.rank(),
         ranks=layout.data,
+        pack_length=(options.data.packing_length or options.data.max_length) if options.data.packing else None,
         equal_lengths=layout.pipeline > 1,
         equal_over_ranks=layout.expert > 1 and options.build.exchanges_equal_rows,
         multiple=layout.pipeline if virtual_pipeline_size(options.build) else 1,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from ..dataset.packing import pack
+from ..dataset.packing import pack_evenly
 from ..dataset.placed_media import Document, PlacedMedium
 from ..dataset.samples import TokenizedSample
 from .collator import Batch, BatchLayout, GlobalTotals, documents_of, loss_weight
@@ -58,15 +58,17 @@ class Sequences:
 class BatchPlan:
     """Division of documents into micro batches of all ranks.
 
+    pack_length: most tokens of a pack, of which only those of documents are computed; None: each document is a sample
     equal_lengths, equal_over_ranks: as in `Batches`
     multiple: divisor of the number of micro batches; rows of padding fill up the last ones
     shares_prompts: lay out a prompt once for its completions in a row, where that saves tokens
     """
 
-    layout: BatchLayout  # of a stage in PROMPTED
+    layout: BatchLayout  # of a stage in PROMPTED, without packs
     micro_batch_size: int
     rank: int  # data-parallel
     ranks: int
+    pack_length: int | None = None
     equal_lengths: bool = False
     equal_over_ranks: bool = False
     multiple: int = 1
@@ -97,12 +99,12 @@ class BatchPlan:
         self, sequences: Sequences, lengths: np.ndarray
     ) -> tuple[list[list[list[list[int]]]], SharedPrompts | None]:
         """Return `_rows`, and the prompts that documents share in a row; None if they share none."""
-        capacity, owners = self.layout.pack_length, sequences.media_owners
+        capacity, owners = self.pack_length, sequences.media_owners
         can_share = self.shares_prompts and not any(sequences.media) and not sequences.experts
         if can_share and (capacity or self.micro_batch_size > 1):
             prompts = SharedPrompts(sequences.tokens, sequences.weights)
             if capacity:
-                if packs := prompts.packs(capacity):
+                if packs := prompts.packs(capacity, self._sample_multiple):
                     return self._deal(packs, by_owner=False), prompts
             elif (prompts.groups >= 0).any():
                 rows = self._rows(lengths, prompts.owners)
@@ -117,18 +119,17 @@ class BatchPlan:
         with the same owner lie in one micro batch of a rank, as far as they fit.
         owners: as Sequences.media_owners, so that media are encoded once; or the number of the prompt
         """
-        if self.layout.pack_length:
-            packs = pack(lengths, self.layout.pack_length)
-            samples = [packs[number].tolist() for number in range(len(packs))]
+        if self.pack_length:
+            samples = [members.tolist() for members in pack_evenly(lengths, self.pack_length, self._sample_multiple)]
         else:
             order = _order_by_owner(lengths, np.array(owners)) if owners else np.argsort(-lengths, kind="stable")
             samples = [[number] for number in order.tolist()]
-        return self._deal(samples, by_owner=bool(owners) and not self.layout.pack_length)
+        return self._deal(samples, by_owner=bool(owners) and not self.pack_length)
 
     def _deal(self, samples: list[list[int]], *, by_owner: bool) -> list[list[list[list[int]]]]:
         """Deal samples to micro batches and ranks. by_owner: neighbours lie in one micro batch of a rank"""
         size = self.micro_batch_size * self.ranks
-        samples += [[] for _ in range(-len(samples) % (size * self.multiple))]
+        samples += [[] for _ in range(-len(samples) % self._sample_multiple)]
         micro_batches = []
         for start in range(0, len(samples), size):
             if by_owner:
@@ -141,11 +142,18 @@ class BatchPlan:
             micro_batches.append([[members[rank] for members in ordered] for rank in range(self.ranks)])
         return micro_batches
 
+    @property
+    def _sample_multiple(self) -> int:
+        """Divisor of the number of a step's samples, with empty ones."""
+        return self.micro_batch_size * self.ranks * self.multiple
+
     def _width(self, row: list[list[int]], lengths: np.ndarray, prompts: SharedPrompts | None) -> int:
-        occupied = [self.layout.pack_length or int(lengths[sample].sum()) for sample in row]
-        if prompts and not self.layout.pack_length:
-            occupied = [prompts.length([number for sample in row for number in sample])]
+        occupied = [prompts.length(unit) for unit in self._units(row)] if prompts else [lengths[n].sum() for n in row]
         return int(self.layout.row_length(np.array(occupied, np.int64)))
+
+    def _units(self, row: list[list[int]]) -> list[list[int]]:
+        """Return the documents of a row that may share prompts: of each pack, or of the row without packs."""
+        return row if self.pack_length else [[number for sample in row for number in sample]]
 
     def _batch(
         self,
@@ -186,9 +194,8 @@ class BatchPlan:
 
     def _share(self, row: list[list[int]], prompts: SharedPrompts, prefixes: list[Document | None]) -> list[list[int]]:
         """Return a row's samples with the documents of a prompt after each other, and set their prefixes."""
-        units = row if self.layout.pack_length else [[number for sample in row for number in sample]]
         ordered: list[list[int]] = []
-        for unit in units:
+        for unit in self._units(row):
             shared: dict[int, Document] = {}
             ordered.append([])
             for number, is_shared in prompts.shared_in(unit):
@@ -197,7 +204,7 @@ class BatchPlan:
                     prefix = prompts.tokens[number][: prompts.saved[number]]
                     untrained = np.zeros(len(prefix), np.float32)
                     prefixes[number] = shared.setdefault(int(prompts.groups[number]), (prefix, untrained))
-        if self.layout.pack_length:
+        if self.pack_length:
             return ordered
         return [[number] for number in ordered[0]] + [[] for _ in range(len(row) - len(ordered[0]))]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..dataset.packing import pack
+from ..dataset.packing import pack, pack_evenly
 from ..dataset.shared_beginning import MIN_SAVING
 
 BUNDLE_SHARES = 1, 2, 4  # parts of a pack that one prompt and its completions may fill
@@ -65,23 +65,23 @@ class SharedPrompts:
         total = sum(map(len, self.tokens))
         return sum(self.length(row) for row in rows) <= (1 - MIN_SAVING) * total
 
-    def packs(self, capacity: int) -> list[list[int]] | None:
-        """Return the documents of each pack of `capacity` tokens; None unless that takes fewer packs.
+    def packs(self, capacity: int, multiple: int = 1) -> list[list[int]] | None:
+        """Return the documents of each pack, packed by `pack_evenly`.
 
+        None unless that takes fewer packs than without sharing, or as many and few enough tokens.
         Raises ValueError for a document longer than a pack.
         """
-        lengths = np.array([len(ids) for ids in self.tokens], np.int64)
         best: list[list[int]] | None = None
-        fewest = len(pack(lengths, capacity))
+        lengths = np.array([len(ids) for ids in self.tokens], np.int64)
+        fewest, least = len(pack(lengths, capacity)), int((1 - MIN_SAVING) * lengths.sum())
         for parts in BUNDLE_SHARES:
             bundles = self._bundles(capacity // parts)
-            packs = pack(np.array([self.length(bundle) for bundle in bundles], np.int64), capacity)
-            if len(packs) < fewest:
-                fewest = len(packs)
-                best = [
-                    [document for bundle in packs[number] for document in bundles[bundle]]
-                    for number in range(len(packs))
-                ]
+            lengths = np.array([self.length(bundle) for bundle in bundles], np.int64)
+            count = len(pack(lengths, capacity))
+            if count < fewest or (count == fewest and lengths.sum() < least):
+                fewest, least = count, int(lengths.sum())
+                packs = pack_evenly(lengths, capacity, multiple)
+                best = [[document for bundle in members for document in bundles[bundle]] for members in packs]
         return best
 
     def _bundles(self, limit: int) -> list[list[int]]:

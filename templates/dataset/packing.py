@@ -90,5 +90,22 @@ def pack(lengths: np.ndarray, capacity: int, seed: int = 0) -> Packs:
     return Packs(order[by_pack], np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=packs))]))
 
 
+def pack_evenly(lengths: np.ndarray, capacity: int, multiple: int = 1) -> Packs:
+    """Pack items into few packs of about equal lengths.
+
+    These are as many as `pack` needs, rounded up to a multiple of `multiple`, and the longest is about as short as it
+    can be. Fewer are returned where there are too few items.
+    Raises ValueError if an item is longer than `capacity`.
+    """
+    packs = pack(lengths, capacity)
+    if len(packs) == 0:
+        return packs
+    most = -(-len(packs) // multiple) * multiple
+    least = max(int(np.max(lengths)), -(-int(np.sum(lengths)) // most))
+    # The last length that was tried with success, or `capacity`.
+    shortest = bisect_left(range(least, capacity), True, key=lambda length: len(pack(lengths, length)) <= most)
+    return pack(lengths, least + shortest)
+
+
 def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
     return -(-lengths // multiple) * multiple

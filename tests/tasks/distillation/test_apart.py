@@ -102,8 +102,8 @@ def test_places_in_any_layout() -> None:
     wanted = sorted(s + n for s, w in zip(starts, weights, strict=True) for n in np.flatnonzero(w[1:]))
     flat = np.concatenate(tokens)
     for ranks, context, pack in ((1, 1, None), (2, 1, None), (2, 2, None), (2, 2, 32), (3, 1, 16)):
-        layout = BatchLayout(context_parallel_size=context, pack_length=pack, stage="prompts", length_multiple=2)
-        plan = BatchPlan(layout, 1 if pack else 2, rank=0, ranks=ranks)
+        layout = BatchLayout(context_parallel_size=context, stage="prompts", length_multiple=2)
+        plan = BatchPlan(layout, 1 if pack else 2, rank=0, ranks=ranks, pack_length=pack)
         found = []
         for rank in range(ranks):
             for context_rank in range(context):

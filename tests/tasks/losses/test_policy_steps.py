@@ -34,8 +34,8 @@ def sums(given: Sequences, ranks: int, multiple: int, **options) -> dict[str, fl
     found: dict[str, float] = {}
     for rank in range(ranks):
         loss = PolicyLoss(compose(GrpoOptions, epsilon_high=0.2, beta=0.0, **options))
-        layout = BatchLayout(stage="prompts", pack_length=8)
-        batches = BatchPlan(layout, 1, rank, ranks, multiple=multiple).batches(given)
+        plan = BatchPlan(BatchLayout(stage="prompts"), 1, rank, ranks, pack_length=8, multiple=multiple)
+        batches = plan.batches(given)
         loss.begin_step(given, batches)
         for batch in batches:
             _, metrics = loss(batch, torch.full_like(batch.loss_weights, -1.0))

@@ -86,9 +86,14 @@ def run(job: dict) -> dict:
     model = worker.open_model(job, options)
     chunks = worker.open_training(model, options, None).chunks
     groups, pack = model.groups, job.get("packing", 96)
-    layout = BatchLayout(pack_length=pack, length_multiple=length_multiple(options.build), stage="prompts")
+    layout = BatchLayout(length_multiple=length_multiple(options.build), stage="prompts")
     plan = BatchPlan(
-        layout, job.get("micro_batch", 1), groups.dp.rank(), groups.dp.size(), equal_lengths=groups.pp.size() > 1
+        layout,
+        job.get("micro_batch", 1),
+        groups.dp.rank(),
+        groups.dp.size(),
+        pack_length=pack,
+        equal_lengths=groups.pp.size() > 1,
     )
     real, results, grads, sequences = packed_seqs.make_segments, {}, [], episodes()
     try:

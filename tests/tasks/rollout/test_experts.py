@@ -125,12 +125,11 @@ def test_experts_lie_beside_their_tokens(context, pack):
     for rank in range(context):
         layout = BatchLayout(
             stage="prompts",
-            pack_length=pack,
             context_parallel_size=context,
             context_parallel_rank=rank,
             length_multiple=2,
         )
-        plan = BatchPlan(layout, micro_batch_size=1 if pack else 2, rank=0, ranks=1)
+        plan = BatchPlan(layout, micro_batch_size=1 if pack else 2, rank=0, ranks=1, pack_length=pack)
         for batch in plan.batches(sequences):
             assert batch.experts is not None
             assert batch.experts.shape == (batch.tokens.shape[1], 4, 2)

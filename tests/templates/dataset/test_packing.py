@@ -2,7 +2,7 @@ import time
 
 import numpy as np
 import pytest
-from megaswift.templates.dataset.packing import pack
+from megaswift.templates.dataset.packing import pack, pack_evenly
 
 
 def best_fit_decreasing(lengths, capacity) -> int:
@@ -49,3 +49,22 @@ def test_edges():
     assert len(pack(np.array([8, 8]), 8)) == 2
     with pytest.raises(ValueError, match="a sample of 9 tokens does not fit into a pack of 8"):
         pack(np.array([9]), 8)
+
+
+@pytest.mark.parametrize("multiple", [1, 4, 6])
+@pytest.mark.parametrize("seed", range(3))
+def test_even_packs(multiple, seed):
+    lengths = np.random.default_rng(seed).integers(1, 40, 130)
+    packs = pack_evenly(lengths, 100, multiple)
+    assert sorted(packs.items.tolist()) == list(range(130))
+    least = len(pack(lengths, 100))
+    assert least <= len(packs) <= -(-least // multiple) * multiple
+    longest = max(lengths[members].sum() for members in packs)
+    assert longest <= min(100, 1.05 * lengths.sum() / (-(-least // multiple) * multiple))
+
+
+def test_even_packs_of_few_items():
+    assert len(pack_evenly(np.array([], np.int64), 8, 4)) == 0
+    assert sorted(map(len, pack_evenly(np.array([5, 5, 1]), 8, 4))) == [1, 1, 1]
+    with pytest.raises(ValueError, match="does not fit into a pack of 8"):
+        pack_evenly(np.array([9]), 8)
