@@ -22,12 +22,12 @@ from .vllm_engine import (
     check_expert_recording,
     check_experts,
     lora_arguments,
-    sampling_params,
-    to_completion,
+    scheduler_kwargs,
 )
 from .vllm_errors import refusals_as_value_errors
 from .vllm_images import PromptWriter, image_arguments
 from .vllm_kwargs import engine_kwargs, model_settings, quantization_kwargs, set_cpu_defaults
+from .vllm_requests import sampling_params, to_completion
 from .weight_buckets import Bucket
 
 
@@ -58,6 +58,7 @@ class VllmBackend:
         self.workers = options.vllm_tensor_parallel_size * options.vllm_data_parallel_size
         max_rank = options.vllm_max_lora_rank or DEFAULT_RANK if options.vllm_enable_lora else None
         self.max_adapter_rank = lora_rank_bucket(max_rank) if max_rank else 0
+        settings = engine_kwargs(model_settings(options.vllm_engine_kwargs, folder))
         self.llm: VllmObject = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(folder),
@@ -81,7 +82,8 @@ class VllmBackend:
                 **lora_arguments(folder, max_rank),
                 **image_arguments(folder, options),
                 **quantization,
-                **engine_kwargs(model_settings(options.vllm_engine_kwargs, folder)),
+                **scheduler_kwargs(settings, experts=options.vllm_enable_return_routed_experts),
+                **settings,
             )
         )
         self.has_nccl, self._has_expert_recording = on_gpu, options.vllm_enable_return_routed_experts
@@ -120,7 +122,7 @@ class VllmBackend:
             ):
                 if output.finished:
                     request.check_length(len(output.prompt_token_ids))
-                    return to_completion(output.outputs[0], sampling)
+                    return to_completion(output, sampling)
         raise RuntimeError("vLLM aborted a request")
 
     async def top_log_probs(self, document: Request, positions: list[int], top: int, vocab_size: int) -> TopLogProbs:

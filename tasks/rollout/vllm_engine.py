@@ -6,12 +6,11 @@ vLLM uses the trainer's process groups and adds its own. While it sleeps, the tr
 import contextlib
 import gc
 import importlib.util
-import logging
 import os
 import random
 import secrets
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +39,7 @@ from .vllm_adapter import (
     unsharded_adapter_tensors,
 )
 from .vllm_cpu_kernels import repack_experts, repack_heads
-from .vllm_errors import refusals_as_value_errors
+from .vllm_errors import quiet_vllm, refusals_as_value_errors
 from .vllm_images import PromptWriter, image_arguments
 from .vllm_kwargs import (
     engine_kwargs,
@@ -50,6 +49,7 @@ from .vllm_kwargs import (
     set_cpu_defaults,
     with_normalizing_processor,
 )
+from .vllm_requests import sampling_params, to_completion
 from .weight_sync import checksum
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags for memory that sleeps
@@ -58,9 +58,6 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # environment varia
 EXPANDABLE, NOT_EXPANDABLE = "expandable_segments:True", "expandable_segments:False"
 TRANSFORMERS_INSTEAD = "generate with transformers (--use_vllm false, or --infer_backend transformers)"
 _CLOSED_ASLEEP: list[VllmObject] = []  # engines closed while asleep: see `close`
-# vLLM's loggers that warn about intended behaviour: tensors of a layer that arrive one by one, experts that its loader
-# does not count, and compilation of the trainer's Triton kernels.
-NOISY = "model_executor.model_loader.reload.layerwise", "v1.worker.gpu_model_runner", "utils.jit_monitor"
 
 
 class VllmEngine:
@@ -139,6 +136,7 @@ class VllmEngine:
                 generation_config="vllm",  # no defaults other than Sampling's
                 logprobs_mode="raw_logprobs",  # see _set_temperature
                 **quantization,
+                **scheduler_kwargs(settings, experts=experts),
                 **settings,
             )
         _keep_process_groups(self.llm)
@@ -166,7 +164,7 @@ class VllmEngine:
             )
         for request, output in zip(requests, outputs, strict=True):
             request.check_length(len(output.prompt_token_ids))
-        return [to_completion(output.outputs[0], sampling) for output in outputs]
+        return [to_completion(output, sampling) for output in outputs]
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load weights. If asleep, wake the weights only."""
@@ -271,40 +269,17 @@ def _bytes_asleep() -> int:
     return sum(data.handle[1] for data in CuMemAllocator.get_instance().pointer_to_data.values() if data.is_asleep)
 
 
-def sampling_params(request: Request, sampling: Sampling, eos: Collection[int]) -> VllmObject:
-    """Return vLLM's SamplingParams for a request. Its logits are already divided by the temperature.
+def scheduler_kwargs(settings: JsonObject, *, experts: bool) -> dict[str, VllmObject]:
+    """Return `CompletionScheduler` as keyword arguments of an engine.
 
-    `eos`: eos token ids of the checkpoint.
+    settings: --vllm_engine_kwargs, which may name another scheduler
+    experts: outputs have the chosen experts of each token, which vLLM's own scheduler hands over
     """
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+    if experts or "scheduler_cls" in settings:
+        return {}
+    from .vllm_scheduler import CompletionScheduler
 
-    limit = min(sampling.max_new_tokens, request.max_new_tokens or sampling.max_new_tokens)
-    return SamplingParams(
-        temperature=1.0 if sampling.temperature else 0.0,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        max_tokens=max(1, limit),
-        seed=request.seed,
-        stop=list(sampling.stop),
-        stop_token_ids=sorted(eos if sampling.ends is None else sampling.ends),
-        ignore_eos=True,  # stop_token_ids has the eos tokens
-        include_stop_str_in_output=True,
-        skip_special_tokens=False,
-        detokenize=bool(sampling.stop),
-        logprobs=0,  # of the sampled token only
-        output_kind=RequestOutputKind.FINAL_ONLY,  # a server would otherwise handle each token of each completion
-    )
-
-
-def to_completion(output: VllmObject, sampling: Sampling) -> Completion:
-    """Convert vLLM's CompletionOutput."""
-    tokens = list(output.token_ids)
-    log_probs = [step[token].logprob for token, step in zip(tokens, output.logprobs, strict=True)]
-    finish = "stop" if output.finish_reason == "stop" else "length"
-    return Completion(tokens, log_probs, finish, output.routed_experts if sampling.experts else None)
+    return {"scheduler_cls": CompletionScheduler}
 
 
 def monolithic_moe_kernel(model: VllmObject) -> str | None:
@@ -431,12 +406,6 @@ def _rename_shared_memory() -> None:
     memory_class.make_group_name = staticmethod(
         lambda communicator: name[0] + original_name(communicator).replace("/", "")
     )
-
-
-def quiet_vllm() -> None:
-    """Silence the warnings of NOISY. Call it after importing vLLM, which sets its loggers' levels."""
-    for name in NOISY:
-        logging.getLogger(f"vllm.{name}").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,8 @@ from ...templates.json_types import Json, JsonObject
 from .process_group import WeightGroup, gpu_name
 from .vllm_adapter import VllmObject, has_adapters, load_adapter
 from .vllm_cpu_kernels import repack_experts, repack_heads
-from .vllm_engine import monolithic_moe_kernel, quiet_vllm, scale_of, set_scale, unsharded_tensors
+from .vllm_engine import monolithic_moe_kernel, scale_of, set_scale, unsharded_tensors
+from .vllm_errors import quiet_vllm
 from .vllm_layout import LayoutError, LoaderTrace
 from .weight_buckets import MemoryHandle, attach, parse_entry, unpack_tensors
 from .weight_sync import checksum
