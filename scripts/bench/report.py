@@ -158,17 +158,19 @@ def same_work(one: Run, other: Run) -> bool:
 
 
 def baselines(run: Run, runs: list[Run]) -> list[Run]:
-    """Return baselines of a run on the same device, the best first: of the same call, then the latest."""
-    system = BASELINES.get(run["system"])
+    """Return baselines of a run on the same device, the best first: by system, of the same call, then the latest."""
+    systems = BASELINES.get(run["system"], ())
     if run["flags"]:  # a trial is compared with the default flags
-        system = run["system"]
+        systems = (run["system"],)
     last_first = reversed(runs)
     candidates = [
         other
         for other in last_first
-        if (other["system"], other["flags"], other["device"]) == (system, "", run["device"]) and same_work(run, other)
+        if other["system"] in systems
+        and (other["flags"], other["device"]) == ("", run["device"])
+        and same_work(run, other)
     ]
-    return sorted(candidates, key=lambda other: other["call"] != run["call"])
+    return sorted(candidates, key=lambda other: (systems.index(other["system"]), other["call"] != run["call"]))
 
 
 def markdown(runs: list[Run]) -> str:

@@ -428,7 +428,8 @@ ROWS = {
     **GRPO_ROWS,
 }
 
-# Variants of megaswift: extra flags. BASELINES: a variant is compared with ours, ours and peer-flash with the peer.
+# Variants of megaswift: extra flags. BASELINES: systems to compare with, the first that has run: a variant with
+# ours, ours and peer-flash with the peer.
 VARIANTS = {
     "ours": "",
     "local": "--transformer_impl local",
@@ -442,7 +443,7 @@ MIN_SPEEDUPS = {"local": 0.95}  # lowest relative speed, on every row
 # ms-swift, by its attention. Its vision tower uses FlashAttention only with `flash`, and else loops over the pictures
 # in each layer.
 PEERS = {"peer": "--attention_backend fused", "peer-flash": "--attention_backend flash"}
-BASELINES = {"ours": "peer", "peer-flash": "peer"} | dict.fromkeys(
-    [name for name in VARIANTS if name != "ours"], "ours"
+BASELINES = {"ours": ("peer", "peer-flash"), "peer-flash": ("peer",)} | dict.fromkeys(
+    [name for name in VARIANTS if name != "ours"], ("ours",)
 )
 SYSTEMS = (*VARIANTS, *PEERS)
