@@ -99,7 +99,11 @@ class PackingOptions:
     """Packing"""
 
     packing: Annotated[bool, "Pack samples into rows of one length, without attention between them."] = False
-    packing_length: Annotated[int | None, "Length of a pack in tokens. Default: --max_length.", "(0, inf)"] = None
+    packing_length: Annotated[
+        int | None,
+        "Length of a pack in tokens; of packs of completions the longest. Default: --max_length.",
+        "(0, inf)",
+    ] = None
     padding_free: Annotated[bool, "Concatenate the samples of a micro batch; false: pad them to the longest."] = True
 
 

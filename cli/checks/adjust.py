@@ -41,7 +41,7 @@ def adjust_options(options: SftOptions) -> Iterator[str]:
 def _even_lengths(options: SftOptions) -> str:
     """Return the reason why batches cannot be made of samples of similar length; "" if they can."""
     if options.data.packing:
-        return "--packing true is set, and packs are of one length"
+        return "--packing true is set, and packs are about equally long"
     if options.data.streaming:
         return "--streaming true is set, and lengths are unknown"
     if options.generates:

@@ -133,7 +133,7 @@ SEQUENCES = (
     computed("sequence_packing_args.max_packed_sequence_length_train", "packing_length", text="with load_balance"),
     needless("sequence_packing_args.max_packed_sequence_length_forward", FORWARD),
     needless("sequence_packing_args.min_num_micro_batches_forward", FORWARD),
-    needless("sequence_packing_args.min_num_micro_batches_train", "packs are as full as they can be"),
+    needless("sequence_packing_args.min_num_micro_batches_train", "packs are as few as they can be"),
     computed("use_dynamic_batching_in_train", "packing", text="true: micro batches by tokens"),
     computed("max_tokens_per_microbatch_in_train", "packing_length", text="with use_dynamic_batching_in_train"),
 )

@@ -158,7 +158,7 @@ def same_work(one: Run, other: Run) -> bool:
 
 
 def baselines(run: Run, runs: list[Run]) -> list[Run]:
-    """Return baselines of a run on the same device, the best first: by system, of the same call, then the latest."""
+    """Return baselines of a run on the same device, the preferred first: by system, of the same call, the latest."""
     systems = BASELINES.get(run["system"], ())
     if run["flags"]:  # a trial is compared with the default flags
         systems = (run["system"],)

@@ -270,10 +270,10 @@ def _bytes_asleep() -> int:
 
 
 def scheduler_kwargs(settings: JsonObject, *, experts: bool) -> dict[str, VllmObject]:
-    """Return `CompletionScheduler` as keyword arguments of an engine.
+    """Return the scheduler of an engine as keyword arguments: `CompletionScheduler`, or none for vLLM's own.
 
-    settings: --vllm_engine_kwargs, which may name another scheduler
-    experts: outputs have the chosen experts of each token, which vLLM's own scheduler hands over
+    settings: --vllm_engine_kwargs, which may name a scheduler
+    experts: outputs have the chosen experts of each token, which only vLLM's own scheduler hands over
     """
     if experts or "scheduler_cls" in settings:
         return {}

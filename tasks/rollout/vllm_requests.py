@@ -40,9 +40,11 @@ def to_completion(output: VllmObject, sampling: Sampling) -> Completion:
     """Convert vLLM's RequestOutput of one completion."""
     (completion,) = output.outputs
     tokens = list(completion.token_ids)
-    if output.kv_transfer_params:
-        log_probs = output.kv_transfer_params[LOG_PROBS]
-    else:
+    if (log_probs := (output.kv_transfer_params or {}).get(LOG_PROBS)) is None:
         log_probs = [step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)]
+    if len(log_probs) != len(tokens):
+        raise RuntimeError(f"vLLM returned {len(log_probs)} log-probabilities of {len(tokens)} tokens")
+    if completion.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a completion by {completion.finish_reason!r}: see its log")
     finish = "stop" if completion.finish_reason == "stop" else "length"
     return Completion(tokens, log_probs, finish, completion.routed_experts if sampling.experts else None)

@@ -5,7 +5,6 @@ that launches the model's kernels, which decodes a small model no faster than it
 """
 
 from dataclasses import dataclass, field
-from itertools import chain
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # pyright: ignore[reportMissingImports]
@@ -15,7 +14,7 @@ from .vllm_adapter import VllmObject
 from .vllm_errors import quiet_vllm
 from .vllm_requests import LOG_PROBS
 
-quiet_vllm()  # here, since vLLM warns of a scheduler that is not its own in the process that has unpickled its name
+quiet_vllm()  # in the process that makes the scheduler, which imports this module first
 
 
 class CompletionScheduler:
@@ -27,77 +26,79 @@ class CompletionScheduler:
 
 
 @dataclass
-class _Completion:
-    """Outputs of a request so far."""
+class _HeldOutputs:
+    """Outputs of a request so far. Flat lists, since the garbage collector would walk a list of each token."""
 
     prefill_stats: VllmObject
-    tokens: list[list[int]] = field(default_factory=list)  # of each output
-    log_probs: list[list[float]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
 
     def add(self, output: VllmObject) -> None:
-        self.tokens.append(output.new_token_ids)
+        """Add the tokens of an output."""
+        self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
-            self.log_probs.append(output.new_logprobs.logprobs[:, 0].tolist())
+            self.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
 
     def complete(self, output: VllmObject) -> None:
         """Make the last output that of all tokens."""
         self.add(output)
-        output.new_token_ids = list(chain.from_iterable(self.tokens))
+        output.new_token_ids = self.tokens
         # These parameters reach the caller as they are; vLLM would process the log-probabilities one by one.
-        output.kv_transfer_params = {LOG_PROBS: list(chain.from_iterable(self.log_probs))}
+        output.kv_transfer_params = (output.kv_transfer_params or {}) | {LOG_PROBS: self.log_probs}
         output.new_logprobs = None
         output.prefill_stats = self.prefill_stats
 
 
-class _WholeCompletions:
+class _HoldsOutputs:
     """Mixin of a scheduler. Outputs that are more than tokens, or that the caller wants at once, are not held back."""
 
     requests: dict[str, VllmObject]
 
     def __init__(self, **arguments: object):
         super().__init__(**arguments)
-        self._completions: dict[str, _Completion] = {}  # of unfinished requests
+        self._held: dict[str, _HeldOutputs] = {}  # by unfinished request
 
     def update_from_output(self, *arguments: object) -> dict[int, VllmObject]:
         by_client = super().update_from_output(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
         for outputs in by_client.values():
-            outputs.outputs = [output for output in outputs.outputs if not self._holds_back(output)]
+            outputs.outputs = [output for output in outputs.outputs if not self._hold(output)]
         return {
             client: outputs
             for client, outputs in by_client.items()
             if outputs.outputs or outputs.finished_requests or outputs.scheduler_stats is not None
         }
 
-    def _holds_back(self, output: VllmObject) -> bool:
+    def _hold(self, output: VllmObject) -> bool:
+        """Hold an output back, or complete the last one of a request. Return whether it is held back."""
         if output.finished:
-            if completion := self._completions.pop(output.request_id, None):
-                completion.complete(output)
+            if held := self._held.pop(output.request_id, None):
+                held.complete(output)
             return False
-        completion = self._completions.get(output.request_id)
-        if completion is None:
-            if not _wants_whole(self.requests[output.request_id].sampling_params):
+        held = self._held.get(output.request_id)
+        if held is None:
+            if not _waits_for_end(self.requests[output.request_id].sampling_params):
                 return False
-            completion = self._completions[output.request_id] = _Completion(output.prefill_stats)
-        completion.add(output)
+            held = self._held[output.request_id] = _HeldOutputs(output.prefill_stats)
+        held.add(output)
         return True
 
     def finish_requests(self, *arguments: object) -> VllmObject:
         """Finish requests from outside, as when a client has gone."""
         finished = super().finish_requests(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
         for request in finished:
-            self._completions.pop(request.request_id, None)
+            self._held.pop(request.request_id, None)
         return finished
 
 
-class _Scheduler(_WholeCompletions, Scheduler):
+class _Scheduler(_HoldsOutputs, Scheduler):
     pass
 
 
-class _AsyncScheduler(_WholeCompletions, AsyncScheduler):
+class _AsyncScheduler(_HoldsOutputs, AsyncScheduler):
     pass
 
 
-def _wants_whole(params: SamplingParams | None) -> bool:
+def _waits_for_end(params: SamplingParams | None) -> bool:
     """Return whether a request asks for tokens and their log-probabilities alone, when it has ended."""
     return (
         params is not None

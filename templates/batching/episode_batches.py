@@ -9,8 +9,11 @@ import torch
 from ..dataset.packing import pack_evenly
 from ..dataset.placed_media import Document, PlacedMedium
 from ..dataset.samples import TokenizedSample
+from ..dataset.shared_beginning import MIN_SAVING
 from .collator import Batch, BatchLayout, GlobalTotals, documents_of, loss_weight
 from .shared_prompts import SharedPrompts
+
+Rows = list[list[list[list[int]]]]  # numbers of documents, by micro batch, rank and sample
 
 
 @dataclass
@@ -58,13 +61,13 @@ class Sequences:
 class BatchPlan:
     """Division of documents into micro batches of all ranks.
 
-    pack_length: most tokens of a pack, of which only those of documents are computed; None: each document is a sample
+    pack_length: most tokens of a pack; packs are about equally long, and not padded. None: each document is a sample
     equal_lengths, equal_over_ranks: as in `Batches`
     multiple: divisor of the number of micro batches; rows of padding fill up the last ones
     shares_prompts: lay out a prompt once for its completions in a row, where that saves tokens
     """
 
-    layout: BatchLayout  # of a stage in PROMPTED, without packs
+    layout: BatchLayout  # its stage is one of PROMPTED, and its pack_length None
     micro_batch_size: int
     rank: int  # data-parallel
     ranks: int
@@ -74,15 +77,14 @@ class BatchPlan:
     multiple: int = 1
     shares_prompts: bool = False
 
+    def __post_init__(self) -> None:
+        if self.layout.pack_length:
+            raise ValueError("the length of packs belongs to the plan, not to its layout")
+
     def batches(self, sequences: Sequences) -> list[Batch]:
         """Return this rank's micro batches of a step. Raises ValueError for a document longer than a pack."""
         lengths = self.layout.padded(np.array([len(ids) for ids in sequences.tokens], np.int64))
-        rows, prompts = self._rows_with_prompts(sequences, lengths)
-        widths = np.array([[self._width(row, lengths, prompts) for row in micro_batch] for micro_batch in rows])
-        if self.equal_lengths:
-            widths = np.broadcast_to(widths.max(0, keepdims=True), widths.shape)
-        if self.equal_over_ranks:
-            widths = np.broadcast_to(widths.max(1, keepdims=True), widths.shape)
+        rows, prompts, widths = self._lay_out(sequences, lengths)
         tokens = float(sum(loss_weight(weights) for weights in sequences.weights))
         return [
             self._batch(
@@ -95,24 +97,26 @@ class BatchPlan:
             for micro_batch, width in zip(rows, widths[:, self.rank].tolist(), strict=True)
         ]
 
-    def _rows_with_prompts(
-        self, sequences: Sequences, lengths: np.ndarray
-    ) -> tuple[list[list[list[list[int]]]], SharedPrompts | None]:
-        """Return `_rows`, and the prompts that documents share in a row; None if they share none."""
-        capacity, owners = self.pack_length, sequences.media_owners
+    def _lay_out(self, sequences: Sequences, lengths: np.ndarray) -> tuple[Rows, SharedPrompts | None, np.ndarray]:
+        """Return `_rows`, the prompts that documents share in a row (None: none), and `_widths`."""
+        rows = self._rows(lengths, sequences.media_owners)
+        repeated = rows, None, self._widths(rows, lengths, None)
         can_share = self.shares_prompts and not any(sequences.media) and not sequences.experts
-        if can_share and (capacity or self.micro_batch_size > 1):
-            prompts = SharedPrompts(sequences.tokens, sequences.weights)
-            if capacity:
-                if packs := prompts.packs(capacity, self._sample_multiple):
-                    return self._deal(packs, by_owner=False), prompts
-            elif (prompts.groups >= 0).any():
-                rows = self._rows(lengths, prompts.owners)
-                if prompts.saves_enough([[n for sample in row for n in sample] for step in rows for row in step]):
-                    return rows, prompts
-        return self._rows(lengths, owners), None
+        if not can_share or not (self.pack_length or self.micro_batch_size > 1):
+            return repeated
+        prompts = SharedPrompts(sequences.tokens, sequences.weights)
+        if not (prompts.groups >= 0).any():
+            return repeated
+        if self.pack_length:
+            candidates = list(map(self._deal, prompts.packings(self.pack_length, self._sample_multiple)))
+        else:
+            candidates = [self._rows(lengths, prompts.owners)]
+        layouts = [(rows, prompts, self._widths(rows, lengths, prompts)) for rows in candidates]
+        shared = min(layouts, key=lambda layout: _step_length(layout[2]))
+        saves_enough = _step_length(shared[2]) <= (1 - MIN_SAVING) * _step_length(repeated[2])
+        return shared if saves_enough else repeated
 
-    def _rows(self, lengths: np.ndarray, owners: list[int]) -> list[list[list[list[int]]]]:
+    def _rows(self, lengths: np.ndarray, owners: list[int]) -> Rows:
         """Assign documents to [micro batches, ranks, samples], each sample a list of documents.
 
         Documents of a micro batch have similar lengths, and ranks similar numbers of tokens. Without packs, documents
@@ -126,7 +130,7 @@ class BatchPlan:
             samples = [[number] for number in order.tolist()]
         return self._deal(samples, by_owner=bool(owners) and not self.pack_length)
 
-    def _deal(self, samples: list[list[int]], *, by_owner: bool) -> list[list[list[list[int]]]]:
+    def _deal(self, samples: list[list[int]], *, by_owner: bool = False) -> Rows:
         """Deal samples to micro batches and ranks. by_owner: neighbours lie in one micro batch of a rank"""
         size = self.micro_batch_size * self.ranks
         samples += [[] for _ in range(-len(samples) % self._sample_multiple)]
@@ -144,12 +148,21 @@ class BatchPlan:
 
     @property
     def _sample_multiple(self) -> int:
-        """Divisor of the number of a step's samples, with empty ones."""
+        """Divisor of the number of samples of a step, to which empty samples are added."""
         return self.micro_batch_size * self.ranks * self.multiple
 
+    def _widths(self, rows: Rows, lengths: np.ndarray, prompts: SharedPrompts | None) -> np.ndarray:
+        """Return the tokens of each row, with padding: int64 [micro batches, ranks]."""
+        widths = np.array([[self._width(row, lengths, prompts) for row in micro_batch] for micro_batch in rows])
+        if self.equal_lengths:
+            widths = np.broadcast_to(widths.max(0, keepdims=True), widths.shape)
+        if self.equal_over_ranks:
+            widths = np.broadcast_to(widths.max(1, keepdims=True), widths.shape)
+        return widths
+
     def _width(self, row: list[list[int]], lengths: np.ndarray, prompts: SharedPrompts | None) -> int:
-        occupied = [prompts.length(unit) for unit in self._units(row)] if prompts else [lengths[n].sum() for n in row]
-        return int(self.layout.row_length(np.array(occupied, np.int64)))
+        tokens = [prompts.length(unit) for unit in self._units(row)] if prompts else [lengths[n].sum() for n in row]
+        return int(self.layout.row_length(np.array(tokens, np.int64)))
 
     def _units(self, row: list[list[int]]) -> list[list[int]]:
         """Return the documents of a row that may share prompts: of each pack, or of the row without packs."""
@@ -255,6 +268,11 @@ class BatchPlan:
                 row[start : start + length] = starts[item] + before + np.arange(length)
             ids.append(np.where(batch.loss_weights[0].numpy() != 0, row[_local_index(batch)], -1))
         return ids
+
+
+def _step_length(widths: np.ndarray) -> int:
+    """Return the tokens that a step has to wait for: the longest row of each micro batch."""
+    return int(widths.max(1).sum())
 
 
 def _order_by_owner(lengths: np.ndarray, owners: np.ndarray) -> np.ndarray:

@@ -4,15 +4,14 @@ A shared prompt is laid out once, without its last token: that token begins each
 each completion is predicted at a position of its own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..dataset.packing import pack, pack_evenly
-from ..dataset.shared_beginning import MIN_SAVING
+from ..dataset.packing import pack_evenly
 
-BUNDLE_SHARES = 1, 2, 4  # parts of a pack that one prompt and its completions may fill
+BUNDLE_SHARES = 1.0, 0.75, 0.5, 0.25  # of a pack, which one prompt and its completions may fill
 
 
 @dataclass
@@ -60,29 +59,17 @@ class SharedPrompts:
             prompts.add(self.groups[number])
         return total
 
-    def saves_enough(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Return whether sharing within these rows is worth it."""
-        total = sum(map(len, self.tokens))
-        return sum(self.length(row) for row in rows) <= (1 - MIN_SAVING) * total
+    def packings(self, capacity: int, multiple: int) -> Iterator[list[list[int]]]:
+        """Yield several ways to pack the documents by `pack_evenly`, as the documents of each pack.
 
-    def packs(self, capacity: int, multiple: int = 1) -> list[list[int]] | None:
-        """Return the documents of each pack, packed by `pack_evenly`.
-
-        None unless that takes fewer packs than without sharing, or as many and few enough tokens.
         Raises ValueError for a document longer than a pack.
         """
-        best: list[list[int]] | None = None
-        lengths = np.array([len(ids) for ids in self.tokens], np.int64)
-        fewest, least = len(pack(lengths, capacity)), int((1 - MIN_SAVING) * lengths.sum())
-        for parts in BUNDLE_SHARES:
-            bundles = self._bundles(capacity // parts)
-            lengths = np.array([self.length(bundle) for bundle in bundles], np.int64)
-            count = len(pack(lengths, capacity))
-            if count < fewest or (count == fewest and lengths.sum() < least):
-                fewest, least = count, int(lengths.sum())
-                packs = pack_evenly(lengths, capacity, multiple)
-                best = [[document for bundle in members for document in bundles[bundle]] for members in packs]
-        return best
+        # A pack is no longer than its share of the step, so that prompts which are fewer than packs are divided.
+        longest = min(capacity, sum(map(len, self.tokens)) // multiple)
+        for limit in dict.fromkeys(int(share * length) for length in (capacity, longest) for share in BUNDLE_SHARES):
+            bundles = self._bundles(limit)
+            packs = pack_evenly(np.array([self.length(bundle) for bundle in bundles], np.int64), capacity, multiple)
+            yield [[document for bundle in members for document in bundles[bundle]] for members in packs]
 
     def _bundles(self, limit: int) -> list[list[int]]:
         """Divide the documents of each prompt into bundles of at most `limit` tokens; longer documents stay alone."""

@@ -93,8 +93,7 @@ def pack(lengths: np.ndarray, capacity: int, seed: int = 0) -> Packs:
 def pack_evenly(lengths: np.ndarray, capacity: int, multiple: int = 1) -> Packs:
     """Pack items into few packs of about equal lengths.
 
-    These are as many as `pack` needs, rounded up to a multiple of `multiple`, and the longest is about as short as it
-    can be. Fewer are returned where there are too few items.
+    They are at most as many as `pack` needs, rounded up to a multiple of `multiple`.
     Raises ValueError if an item is longer than `capacity`.
     """
     packs = pack(lengths, capacity)
@@ -102,9 +101,9 @@ def pack_evenly(lengths: np.ndarray, capacity: int, multiple: int = 1) -> Packs:
         return packs
     most = -(-len(packs) // multiple) * multiple
     least = max(int(np.max(lengths)), -(-int(np.sum(lengths)) // most))
-    # The last length that was tried with success, or `capacity`.
-    shortest = bisect_left(range(least, capacity), True, key=lambda length: len(pack(lengths, length)) <= most)
-    return pack(lengths, least + shortest)
+    # A shorter capacity can need fewer packs than a longer one, so this one is good and need not be the best.
+    offset = bisect_left(range(least, capacity), True, key=lambda length: len(pack(lengths, length)) <= most)
+    return pack(lengths, least + offset)
 
 
 def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:

@@ -338,6 +338,10 @@ def test_figures_by_hand():
     two = [a_run("ours", 0.5, gpus=2), runs[2]]
     assert report.summary(two[0], two)["tokens_per_second_per_gpu"] == pytest.approx(65_536)
     assert "ratio" not in report.summary(two[0], two)  # the peer's is on one GPU
+    flash = a_run("peer-flash", 0.75)
+    assert report.summary(runs[0], [*runs, flash])["ratio"] == ours["ratio"]
+    failed = report.summary(runs[0], [runs[0], a_run("peer", 1.0, error="NaN"), flash])
+    assert (failed["ratio"], failed["against"]) == (pytest.approx(1.5), "ms-swift, flash")
 
 
 def test_figures_of_pictures_by_hand():

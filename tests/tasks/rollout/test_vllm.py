@@ -69,6 +69,7 @@ def test_vllm_says_what_transformers_says(found):
     assert all(found["alone"])
     assert all(found["stops"])
     assert all(found["limits"])
+    assert all(found["in_one_piece"])
 
 
 def test_weights_are_compared(found):

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megaswift.tasks.rollout.engine import Completion, Sampling
+from megaswift.tasks.rollout.vllm_requests import to_completion
 
 NAME = "megaswift.tasks.rollout.vllm_scheduler"
 
@@ -127,3 +129,27 @@ def test_what_is_not_of_requests_is_handed_over(scheduler) -> None:
     ask(scheduler, "a")
     for fields in ({"finished_requests": {"z"}}, {"scheduler_stats": object()}):
         assert step(scheduler, output("a", [3]), **fields)[0].outputs == []
+
+
+def test_who_has_which_scheduler(scheduler) -> None:
+    from megaswift.tasks.rollout.vllm_engine import scheduler_kwargs
+
+    assert scheduler_kwargs({}, experts=False)["scheduler_cls"].__module__ == NAME
+    assert scheduler_kwargs({"scheduler_cls": "mine.Scheduler"}, experts=False) == {}
+    assert scheduler_kwargs({}, experts=True) == {}
+
+
+def completed(reason: str, params: dict | None, logprobs: Any) -> Any:
+    completion = SimpleNamespace(token_ids=[3, 5], logprobs=logprobs, finish_reason=reason, routed_experts=None)
+    return SimpleNamespace(outputs=[completion], kv_transfer_params=params)
+
+
+def test_log_probabilities_of_either_scheduler() -> None:
+    by_token = [{3: SimpleNamespace(logprob=-1.0)}, {5: SimpleNamespace(logprob=-2.0)}]
+    expected = Completion([3, 5], [-1.0, -2.0], "stop")
+    assert to_completion(completed("stop", {"log_probs": [-1.0, -2.0]}, []), Sampling()) == expected
+    assert to_completion(completed("stop", {"of a connector": 1}, by_token), Sampling()) == expected
+    with pytest.raises(RuntimeError, match="1 log-probabilities of 2 tokens"):
+        to_completion(completed("stop", {"log_probs": [-1.0]}, []), Sampling())
+    with pytest.raises(RuntimeError, match="ended a completion by 'abort'"):
+        to_completion(completed("abort", {"log_probs": [-1.0, -2.0]}, []), Sampling())

@@ -23,6 +23,7 @@ from megaswift.bridge.parallel import barrier, initialize
 from megaswift.tasks.options.rollout import EngineOptions
 from megaswift.tasks.rollout.engine import Request, Sampling
 from megaswift.tasks.rollout.vllm_engine import VllmEngine
+from megaswift.tasks.rollout.vllm_requests import LOG_PROBS, sampling_params
 from megaswift.tasks.rollout.weight_sync import sync
 
 from tests import tiny
@@ -65,6 +66,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             max(distance(engine, asked, folder, FILTERED), distance(engine, asked, folder, Sampling()))
         )
     found |= {"alone": alone_and_beside(engine, asked), "stops": stops(engine, asked), "limits": limits(engine, asked)}
+    found["in_one_piece"] = in_one_piece(engine, asked)
     engine.sleep()
     engine.wake()
     found["asleep"] = len(engine.generate(asked, Sampling(max_new_tokens=2)))
@@ -73,6 +75,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     return {name: [one[name] for one in everyone] for name in found}
+
+
+def in_one_piece(engine: VllmEngine, asked: list[Request]) -> bool:
+    """Return whether vllm_scheduler.py hands over the completions."""
+    settings = [sampling_params(request, Sampling(max_new_tokens=NEW), ()) for request in asked]
+    outputs = engine.llm.generate([{"prompt_token_ids": r.tokens} for r in asked], settings, use_tqdm=False)
+    return all(len(output.kv_transfer_params[LOG_PROBS]) == NEW for output in outputs)
 
 
 def requests(number: int) -> list[Request]:

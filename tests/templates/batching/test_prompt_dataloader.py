@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,6 +72,52 @@ def test_fewer_documents_than_places(rank):
     assert batch.loss_tokens == 13
     assert batch.grouping.items.tolist() == ([1] if rank == 0 else [0, 2])
     assert batch.grouping.documents_per_rank == [1, 2]
+
+
+def rows_of(plan: BatchPlan, sequences: Sequences) -> list[list[int]]:
+    """The lengths of the rows of each micro batch, by rank."""
+    by_rank = [[b.tokens.shape[1] for b in plan.for_rank(rank, 0).batches(sequences)] for rank in range(plan.ranks)]
+    return [list(row) for row in zip(*by_rank, strict=True)]
+
+
+def episodes(lengths: list[int], prompts: list[int] | None = None, prompt_length: int = 1) -> Sequences:
+    """Documents that begin with the prompts of these numbers; without numbers, each with another one."""
+    tokens = [np.arange(length, dtype=np.int32) + 1000 for length in lengths]
+    weights = [np.ones(length, np.float32) for length in lengths]
+    for number, (ids, weight) in enumerate(zip(tokens, weights, strict=True)):
+        ids[:prompt_length] = prompts[number] if prompts else number
+        weight[:prompt_length] = 0
+    return Sequences(tokens, weights, [1.0] * len(lengths))
+
+
+def test_rows_of_packs_have_no_padding():
+    """Documents of 22 tokens in all, in four packs of at most 10; the row of two packs is rounded up."""
+    sequences = episodes([6, 5, 4, 3, 2, 2])
+    layout = BatchLayout(stage="prompts")
+    plan = BatchPlan(layout, 1, 0, 2, pack_length=10)
+    assert sorted(map(sorted, rows_of(plan, sequences))) == [[5, 6], [5, 6]]
+    assert rows_of(replace(plan, micro_batch_size=2), sequences) == [[11, 11]]
+    rounded = replace(plan, micro_batch_size=2, layout=replace(layout, length_multiple=8))
+    assert rows_of(rounded, sequences) == [[16, 16]]
+    three = replace(plan, ranks=1, pack_length=8)
+    assert sorted(row[0] for row in rows_of(three, sequences)) == [6, 8, 8]
+    assert rows_of(replace(three, equal_lengths=True), sequences) == [[8]] * 3
+    uneven = episodes([9, 2])
+    assert sorted(rows_of(plan, uneven)[0]) == [2, 9]
+    assert rows_of(replace(plan, equal_over_ranks=True), uneven) == [[9, 9]]
+    with pytest.raises(ValueError, match="belongs to the plan"):
+        replace(plan, layout=replace(layout, pack_length=10))
+
+
+def test_prompts_are_shared_where_a_step_gets_shorter():
+    """Two prompts of 40 tokens, with four answers of 20 each: 480 tokens, or 249 with each prompt once."""
+    sequences = episodes([60] * 8, [1] * 4 + [2] * 4, 40)
+    plan = BatchPlan(BatchLayout(stage="prompts"), 1, 0, 1, pack_length=512, shares_prompts=True)
+    assert rows_of(replace(plan, shares_prompts=False), sequences) == [[480]]
+    assert rows_of(plan, sequences) == [[480 - 6 * 39]]  # as many packs, and fewer tokens
+    assert rows_of(replace(plan, ranks=2), sequences) == [[123, 123]]
+    assert rows_of(replace(plan, ranks=4), sequences) == [[81, 81, 81, 81]]  # a prompt on two ranks
+    assert rows_of(replace(plan, ranks=8), sequences) == [[60] * 8]  # nothing to share
 
 
 @pytest.mark.parametrize("rows", [5, 12, 13])

@@ -51,16 +51,18 @@ def test_edges():
         pack(np.array([9]), 8)
 
 
-@pytest.mark.parametrize("multiple", [1, 4, 6])
+@pytest.mark.parametrize(("multiple", "count"), [(1, 3), (2, 4), (4, 4), (5, 5), (8, 8)])
 @pytest.mark.parametrize("seed", range(3))
-def test_even_packs(multiple, seed):
-    lengths = np.random.default_rng(seed).integers(1, 40, 130)
-    packs = pack_evenly(lengths, 100, multiple)
-    assert sorted(packs.items.tolist()) == list(range(130))
-    least = len(pack(lengths, 100))
-    assert least <= len(packs) <= -(-least // multiple) * multiple
-    longest = max(lengths[members].sum() for members in packs)
-    assert longest <= min(100, 1.05 * lengths.sum() / (-(-least // multiple) * multiple))
+def test_even_packs(multiple, count, seed):
+    """Items of 2.2 times the capacity."""
+    lengths = np.random.default_rng(seed).permutation([1, 2, 3, 4, 6, 7, 9, 12] * 5)
+    capacity = 100
+    assert lengths.sum() == 220
+    packs = pack_evenly(lengths, capacity, multiple)
+    assert sorted(packs.items.tolist()) == list(range(40))
+    assert len(packs) == count
+    assert max(lengths[members].sum() for members in packs) <= 1.05 * 220 / count
+    assert max(lengths[members].sum() for members in pack(lengths, capacity)) > 1.2 * 220 / 3
 
 
 def test_even_packs_of_few_items():
