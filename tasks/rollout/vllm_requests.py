@@ -31,7 +31,7 @@ def sampling_params(request: Request, sampling: Sampling, eos: Collection[int]) 
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         detokenize=bool(sampling.stop),
-        logprobs=0,  # of the sampled token only
+        logprobs=0,  # the sampled token's alone
         output_kind=RequestOutputKind.FINAL_ONLY,  # no output for each token of each completion
     )
 

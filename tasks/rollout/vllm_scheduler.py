@@ -56,7 +56,7 @@ class _HoldsOutputs:
 
     def __init__(self, **arguments: object):
         super().__init__(**arguments)
-        self._held: dict[str, _HeldOutputs] = {}  # by unfinished request
+        self._held_outputs: dict[str, _HeldOutputs] = {}  # key: id of a request that goes on
 
     def update_from_output(self, *arguments: object) -> dict[int, VllmObject]:
         by_client = super().update_from_output(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
@@ -71,23 +71,23 @@ class _HoldsOutputs:
     def _hold(self, output: VllmObject) -> bool:
         """Hold an output back, or complete the last one of a request. Return whether it is held back."""
         if output.finished:
-            if held := self._held.pop(output.request_id, None):
-                held.complete(output)
+            if earlier_outputs := self._held_outputs.pop(output.request_id, None):
+                earlier_outputs.complete(output)
             return False
-        held = self._held.get(output.request_id)
-        if held is None:
+        earlier_outputs = self._held_outputs.get(output.request_id)
+        if earlier_outputs is None:
             if not _waits_for_end(self.requests[output.request_id].sampling_params):
                 return False
-            held = self._held[output.request_id] = _HeldOutputs(output.prefill_stats)
-        held.add(output)
+            earlier_outputs = self._held_outputs[output.request_id] = _HeldOutputs(output.prefill_stats)
+        earlier_outputs.add(output)
         return True
 
     def finish_requests(self, *arguments: object) -> VllmObject:
         """Finish requests from outside, as when a client has gone."""
-        finished = super().finish_requests(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
-        for request in finished:
-            self._held.pop(request.request_id, None)
-        return finished
+        requests = super().finish_requests(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
+        for request in requests:
+            self._held_outputs.pop(request.request_id, None)
+        return requests
 
 
 class _Scheduler(_HoldsOutputs, Scheduler):
