@@ -16,7 +16,7 @@ RUNS = {
     "chunks": Job(1, "llama4_text"),
     "two ropes": Job(1, "gemma3_text", settings=ROWS),
     "recomputed": Job(1, "llama", flags=RECOMPUTED),
-    "DP2, rows": Job(2, "qwen3", settings=ROWS),
+    "DP2, rows": Job(2, "qwen3", settings=ROWS | {"micro_batch": 2}),
     "TP2 SP": Job(2, "qwen3", flags=TP2),
     "PP2": Job(2, "qwen3", flags=PP2, settings=ROWS),
     "EP2": Job(2, "qwen3_moe", flags=EP2),
