@@ -43,7 +43,10 @@ def to_completion(output: VllmObject, sampling: Sampling) -> Completion:
     if (log_probs := (output.kv_transfer_params or {}).get(LOG_PROBS)) is None:
         log_probs = [step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)]
     if len(log_probs) != len(tokens):
-        raise RuntimeError(f"vLLM returned {len(log_probs)} log-probabilities of {len(tokens)} tokens")
+        raise RuntimeError(
+            f"vLLM returned {len(log_probs)} log-probabilities of {len(tokens)} tokens. Install the release of "
+            "constraints.txt"
+        )
     if completion.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a completion by {completion.finish_reason!r}: see its log")
     finish = "stop" if completion.finish_reason == "stop" else "length"

@@ -18,7 +18,7 @@ quiet_vllm()  # in the process that makes the scheduler, which imports this modu
 
 
 class CompletionScheduler:
-    """Class for EngineArgs.scheduler_cls, whose objects are the scheduler that fits the engine."""
+    """Factory of an engine's scheduler (EngineArgs.scheduler_cls): asynchronous where the engine is."""
 
     def __new__(cls, vllm_config: VllmObject, **arguments: object) -> "CompletionScheduler":
         scheduler = _AsyncScheduler if vllm_config.scheduler_config.async_scheduling else _Scheduler

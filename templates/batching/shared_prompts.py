@@ -11,7 +11,7 @@ import numpy as np
 
 from ..dataset.packing import pack_evenly
 
-BUNDLE_SHARES = 1.0, 0.75, 0.5, 0.25  # of a pack, which one prompt and its completions may fill
+BUNDLE_SHARES = 1.0, 0.75, 0.5, 0.25  # largest part of a pack for one prompt and its completions
 
 
 @dataclass
