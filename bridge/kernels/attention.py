@@ -173,7 +173,7 @@ def _attend_to_keys(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _attend(
     query, key, value, output, log_sum, tiles, tokens, scale, window, q_token, q_head, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
@@ -236,7 +236,7 @@ def _query_gradient(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _query_backward(
     query, key, value, output, grad, log_sum, delta, grad_query, tiles, tokens, scale, window,
     q_token, q_head, k_token, k_head, v_token, v_head,
@@ -273,7 +273,7 @@ def _query_backward(
     _store_rows(grad_query + at, HEADS * DIM, row, queries, acc * scale, DIM, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "all_keys"])
 def _key_backward(
     query, key, value, grad, log_sum, delta, grad_key, grad_value, tiles, tokens, all_keys, scale, window,
     q_token, q_head, k_token, k_head, v_token, v_head,

@@ -266,6 +266,8 @@ def encoder_rank(groups: ProcessGroupCollection) -> int:
 def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
     """Return the plan of this rank's micro batches of generated episodes."""
     options, layout = run.options, ProcessLayout.of(run.options.build, dist.get_world_size())
+    data, micro_batch_size = options.data, options.training.micro_batch_size
+    pack_length = (data.packing_length or data.max_length) if data.packing else None
     replays_experts = getattr(options, "router_replay_mode", "disabled") != "disabled"
     return BatchPlan(
         BatchLayout(
@@ -277,12 +279,12 @@ def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
             vision=run.vision,
             encoder_rank=encoder_rank(groups),
             encoder_ranks=groups.tp.size() * groups.cp.size() * groups.pp.size(),
-            strict=options.data.strict,
+            strict=data.strict,
         ),
-        options.training.micro_batch_size,
+        1 if pack_length else micro_batch_size,
         rank=groups.dp.rank(),
         ranks=layout.data,
-        pack_length=(options.data.packing_length or options.data.max_length) if options.data.packing else None,
+        pack_length=pack_length and pack_length * micro_batch_size,
         equal_lengths=layout.pipeline > 1,
         equal_over_ranks=layout.expert > 1 and options.build.exchanges_equal_rows,
         multiple=layout.pipeline if virtual_pipeline_size(options.build) else 1,

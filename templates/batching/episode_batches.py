@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -61,7 +62,8 @@ class Sequences:
 class BatchPlan:
     """Division of documents into micro batches of all ranks.
 
-    pack_length: most tokens of a pack; packs are about equally long, and not padded. None: each document is a sample
+    pack_length: most tokens of a micro batch, which is one pack; packs are about equally long, and not padded. None: a
+        micro batch has micro_batch_size documents
     equal_lengths, equal_over_ranks: as in `Batches`
     multiple: divisor of the number of micro batches; rows of padding fill up the last ones
     shares_prompts: lay out a prompt once for its completions in a row, where that saves tokens
@@ -80,6 +82,8 @@ class BatchPlan:
     def __post_init__(self) -> None:
         if self.layout.pack_length:
             raise ValueError("the length of packs belongs to the plan, not to its layout")
+        if self.pack_length and self.micro_batch_size > 1:
+            raise ValueError("a micro batch of packs has one: make it longer")
 
     def batches(self, sequences: Sequences) -> list[Batch]:
         """Return this rank's micro batches of a step. Raises ValueError for a document longer than a pack."""
@@ -111,8 +115,10 @@ class BatchPlan:
             candidates = list(map(self._deal, prompts.packings(self.pack_length, self._sample_multiple)))
         else:
             candidates = [self._rows(lengths, prompts.owners)]
-        layouts = [(rows, prompts, self._widths(rows, lengths, prompts)) for rows in candidates]
-        shared = min(layouts, key=lambda layout: _step_length(layout[2]))
+        # A short micro batch takes as long as its kernels' launches, so more of them can take longer with fewer tokens.
+        candidates = [candidate for candidate in candidates if len(candidate) <= len(rows)]
+        layouts = [(candidate, prompts, self._widths(candidate, lengths, prompts)) for candidate in candidates]
+        shared = min(layouts, key=lambda layout: _step_length(layout[2]), default=repeated)
         saves_enough = _step_length(shared[2]) <= (1 - MIN_SAVING) * _step_length(repeated[2])
         return shared if saves_enough else repeated
 
@@ -161,12 +167,9 @@ class BatchPlan:
         return widths
 
     def _width(self, row: list[list[int]], lengths: np.ndarray, prompts: SharedPrompts | None) -> int:
-        tokens = [prompts.length(unit) for unit in self._units(row)] if prompts else [lengths[n].sum() for n in row]
-        return int(self.layout.row_length(np.array(tokens, np.int64)))
-
-    def _units(self, row: list[list[int]]) -> list[list[int]]:
-        """Return the documents of a row that may share prompts: of each pack, or of the row without packs."""
-        return row if self.pack_length else [[number for sample in row for number in sample]]
+        documents = list(chain.from_iterable(row))
+        tokens = prompts.length(documents) if prompts else lengths[documents].sum()
+        return int(self.layout.row_length(np.array([tokens], np.int64)))
 
     def _batch(
         self,
@@ -207,19 +210,17 @@ class BatchPlan:
 
     def _share(self, row: list[list[int]], prompts: SharedPrompts, prefixes: list[Document | None]) -> list[list[int]]:
         """Return a row's samples with the documents of a prompt after each other, and set their prefixes."""
-        ordered: list[list[int]] = []
-        for unit in self._units(row):
-            shared: dict[int, Document] = {}
-            ordered.append([])
-            for number, is_shared in prompts.shared_in(unit):
-                ordered[-1].append(number)
-                if is_shared:
-                    prefix = prompts.tokens[number][: prompts.saved[number]]
-                    untrained = np.zeros(len(prefix), np.float32)
-                    prefixes[number] = shared.setdefault(int(prompts.groups[number]), (prefix, untrained))
+        ordered: list[int] = []
+        shared: dict[int, Document] = {}
+        for number, is_shared in prompts.shared_in(chain.from_iterable(row)):
+            ordered.append(number)
+            if is_shared:
+                prefix = prompts.tokens[number][: prompts.saved[number]]
+                untrained = np.zeros(len(prefix), np.float32)
+                prefixes[number] = shared.setdefault(int(prompts.groups[number]), (prefix, untrained))
         if self.pack_length:
-            return ordered
-        return [[number] for number in ordered[0]] + [[] for _ in range(len(row) - len(ordered[0]))]
+            return [ordered]
+        return [[number] for number in ordered] + [[] for _ in range(len(row) - len(ordered))]
 
     def _experts(self, sequences: Sequences, batch: Batch) -> torch.Tensor:
         """Return Batch.experts: the experts of each token of the row, -1 for padding."""

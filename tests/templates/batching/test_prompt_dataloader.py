@@ -91,13 +91,13 @@ def episodes(lengths: list[int], prompts: list[int] | None = None, prompt_length
 
 
 def test_rows_of_packs_have_no_padding():
-    """Documents of 22 tokens in all, in four packs of at most 10; the row of two packs is rounded up."""
+    """Documents of 22 tokens in all, in four packs of at most 10, or in two of at most 20, also rounded up."""
     sequences = episodes([6, 5, 4, 3, 2, 2])
     layout = BatchLayout(stage="prompts")
     plan = BatchPlan(layout, 1, 0, 2, pack_length=10)
     assert sorted(map(sorted, rows_of(plan, sequences))) == [[5, 6], [5, 6]]
-    assert rows_of(replace(plan, micro_batch_size=2), sequences) == [[11, 11]]
-    rounded = replace(plan, micro_batch_size=2, layout=replace(layout, length_multiple=8))
+    assert rows_of(replace(plan, pack_length=20), sequences) == [[11, 11]]
+    rounded = replace(plan, pack_length=20, layout=replace(layout, length_multiple=8))
     assert rows_of(rounded, sequences) == [[16, 16]]
     three = replace(plan, ranks=1, pack_length=8)
     assert sorted(row[0] for row in rows_of(three, sequences)) == [6, 8, 8]
@@ -107,6 +107,8 @@ def test_rows_of_packs_have_no_padding():
     assert rows_of(replace(plan, equal_over_ranks=True), uneven) == [[9, 9]]
     with pytest.raises(ValueError, match="belongs to the plan"):
         replace(plan, layout=replace(layout, pack_length=10))
+    with pytest.raises(ValueError, match="has one"):
+        replace(plan, micro_batch_size=2)
 
 
 def test_prompts_are_shared_where_a_step_gets_shorter():
@@ -118,6 +120,15 @@ def test_prompts_are_shared_where_a_step_gets_shorter():
     assert rows_of(replace(plan, ranks=2), sequences) == [[123, 123]]
     assert rows_of(replace(plan, ranks=4), sequences) == [[81, 81, 81, 81]]  # a prompt on two ranks
     assert rows_of(replace(plan, ranks=8), sequences) == [[60] * 8]  # nothing to share
+
+
+def test_sharing_takes_no_more_micro_batches():
+    """Three prompts of 10 tokens, with four answers of 25 each. Three packs of a prompt each would have 339 tokens."""
+    sequences = episodes([35] * 12, [1] * 4 + [2] * 4 + [3] * 4, 10)
+    plan = BatchPlan(BatchLayout(stage="prompts"), 1, 0, 1, pack_length=215, shares_prompts=True)
+    assert rows_of(replace(plan, shares_prompts=False), sequences) == [[210], [210]]
+    assert sorted(rows_of(plan, sequences)) == [[174], [183]]
+    assert rows_of(replace(plan, pack_length=430), sequences) == [[339]]
 
 
 @pytest.mark.parametrize("rows", [5, 12, 13])
