@@ -1,4 +1,4 @@
-"""`--plan auto` and `--micro_batch_size auto`: what the plan finds, as flags of the run and words for its processes."""
+"""Flags of a run that the plan finds, and words for its processes: `--plan auto`, `--micro_batch_size`, its default."""
 
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,11 @@ def plan_run(
     """
     if options.training.plan == AUTO:
         return plan_layout(options, sources, launch)  # chooses the micro batch too
-    return plan_micro_batch(options, sources, launch)
+    if options.training.micro_batch_size == AUTO:
+        return plan_micro_batch(options, sources, launch)
+    if options.training.plan != "off" and not is_set_by_user(MICRO_BATCH, sources):
+        return plan_default_micro_batch(options, sources, launch)
+    return options, [], []
 
 
 def plan_layout(
@@ -73,12 +77,29 @@ def plan_micro_batch(
     return _apply(options, sources, micro_batch, f"--{MICRO_BATCH} auto")
 
 
+def plan_default_micro_batch(
+    options: SftOptions, sources: dict[str, str], launch: TrainingLaunch
+) -> tuple[SftOptions, list[str], list[str]]:
+    """Return what `plan_layout` does, for a run that sets no `--micro_batch_size`. Raises UsageError."""
+    if launch.uses_ray or (gpu := _visible_gpu(launch)) is None:
+        return options, [], []
+    from ..tasks.plan.micro_batch import default_micro_batch
+
+    supported_config(options, weights=())
+    micro_batch = default_micro_batch(options, launch.processes.world, gpu, newest_checkpoint(options))
+    return _apply(options, sources, micro_batch, "by the plan") if micro_batch else (options, [], [])
+
+
 def _gpu(launch: TrainingLaunch, flag: str, fix: str) -> "Gpu | None":
     """Return the run's kind of GPU; None without one. Raises UsageError, with the flag and its fix, under Ray."""
-    from ..tasks.plan.run_plan import Gpu
-
     if launch.uses_ray:
         raise UsageError(f"{flag} cannot be used with --use_ray true: the cluster's GPUs are not known. {fix}.")
+    return _visible_gpu(launch)
+
+
+def _visible_gpu(launch: TrainingLaunch) -> "Gpu | None":
+    from ..tasks.plan.run_plan import Gpu
+
     gpus = launch.placement.training
     model = gpu_model(gpus[0]) if gpus else None
     return Gpu.here(*model, launch.processes.per_node) if model else None

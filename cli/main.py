@@ -208,6 +208,7 @@ def _check_own_config(path: str | None) -> None:
 @guarded_exit()
 def _run_training(command: Command, options: Options, sources: Sources, notes: list[str], argv: list[str]) -> int:
     from ..tasks.run.planning import ProcessLayout
+    from .auto_plan import plan_run
     from .checks.common import check_lock, check_training, check_writable, output_folder
     from .launch import open_gpu, shown_command, under_torchrun, unseen_gpus
     from .training_launch import TrainingLaunch
@@ -216,11 +217,8 @@ def _run_training(command: Command, options: Options, sources: Sources, notes: l
         console.start_copy(shown_command(argv, {}))
     launch = TrainingLaunch.of(options)
     notes += unseen_gpus(launch.gpus)
-    if "auto" in (options.training.plan, options.training.micro_batch_size):
-        from .auto_plan import plan_run
-
-        options, words, plan_notes = plan_run(options, sources, launch)
-        argv, notes = [*argv, *words], [*notes, *plan_notes]
+    options, words, plan_notes = plan_run(options, sources, launch)
+    argv, notes = [*argv, *words], [*notes, *plan_notes]
     layout = ProcessLayout.of(options.build, launch.processes.world)
     before = flag_values(options)
     notes += check_training(options, layout, launch.gpus, launch.processes.per_node, sources)

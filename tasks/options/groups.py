@@ -13,7 +13,8 @@ class TrainingOptions:
     micro_batch_size: Annotated[
         int,
         "Samples, or packs with --packing true, of one forward pass of a data-parallel rank; auto: as many as "
-        "fit by the plan (docs/plan.md) and are not slower.",
+        "fit by the plan (docs/plan.md) and are not slower. Default on GPUs: as few as are about as fast, where the "
+        "plan's memory has been measured; else 1.",
         "(0, inf)",
         "auto",
     ] = 1

@@ -17,6 +17,8 @@ from tests.cli.conftest import DENSE, write_model, write_tokenizer
 CONFIG = DENSE | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 16,
                   "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}  # fmt: skip
 
+PP4 = "--pipeline_model_parallel_size 4"
+
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -239,6 +241,43 @@ def test_a_micro_batch_without_a_gpu(words, capsys) -> None:
     words = ["rlhf", "--rlhf_type", "gkd", "--teacher_model", words[2], *unplanned(words)[1:]]
     code, printed = dry(capsys, words, "--micro_batch_size auto --packing false")
     assert (code, "--micro_batch_size auto: 4, without a GPU" in printed) == (0, True), printed
+
+
+@pytest.mark.parametrize(
+    ("more", "size"),
+    [
+        ("", 4),
+        ("--max_length 16384", 1),  # about as fast as more, with less memory
+        ("--micro_batch_size 1", 1),
+        ("--packing false --max_length 1024", 4),
+        ("--global_batch_size 12", 1),
+        ("--plan off", 1),
+        ("--optimizer sgd", 1),
+        ("--use_ray true", 1),
+        (PP4, 1),
+    ],
+)
+def test_default_micro_batches(more, size, gpus, words, capsys) -> None:
+    gpus()
+    code, printed = dry(capsys, unplanned(words), more)
+    options, _, _ = read_options("megatron", command_of(printed))
+    assert (code, options.training.micro_batch_size) == (0, size), printed
+    unplanned_flags = "--micro_batch_size 1", "--plan off", "--optimizer sgd", "--use_ray true"
+    assert ("by default, for" in printed) == (more not in unplanned_flags)
+
+
+def test_a_default_micro_batch_needs_a_measured_plan(gpus, words, capsys, monkeypatch, tmp_path) -> None:
+    """What is resumed keeps its own."""
+    gpus()
+    checkpoint = tmp_path / "out" / "v0-20260101-000000" / "checkpoint-1"
+    (checkpoint / "trainer_state").mkdir(parents=True)
+    options, _, _ = read_options("megatron", unplanned(words))
+    save_args(checkpoint / "args.json", options, {})
+    printed = dry(capsys, unplanned(words), "--resume_from_checkpoint latest")[1]
+    assert "--micro_batch_size: 1 by default, as in the checkpoint, for" in printed
+    monkeypatch.setattr(run_plan, "MEASURED_MODELS", ())
+    code, printed = dry(capsys, unplanned(words))
+    assert (code, "--micro_batch_size=" in printed) == (0, False), printed
 
 
 @pytest.mark.parametrize(
