@@ -98,11 +98,13 @@ def _gpu(launch: TrainingLaunch, flag: str, fix: str) -> "Gpu | None":
 
 
 def _visible_gpu(launch: TrainingLaunch) -> "Gpu | None":
-    from ..tasks.plan.run_plan import Gpu
-
     gpus = launch.placement.training
     model = gpu_model(gpus[0]) if gpus else None
-    return Gpu.here(*model, launch.processes.per_node) if model else None
+    if model is None:
+        return None
+    from ..tasks.plan.run_plan import Gpu  # imports torch
+
+    return Gpu.here(*model, launch.processes.per_node)
 
 
 def _apply(
