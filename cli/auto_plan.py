@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 from ..bridge.option_groups import with_flags
-from ..tasks.options import SftOptions
+from ..tasks.options import CausalLmOptions, PtOptions, SftOptions
 from ..tasks.run.resume import newest_checkpoint
 from .checks.generation import is_set_by_user
 from .checks.model import supported_config
 from .flags import UsageError, usage_errors
-from .launch import gpu_model
+from .launch import gpu_model, under_torchrun
 from .training_launch import TrainingLaunch
 
 if TYPE_CHECKING:
@@ -80,14 +80,21 @@ def plan_micro_batch(
 def plan_default_micro_batch(
     options: SftOptions, sources: dict[str, str], launch: TrainingLaunch
 ) -> tuple[SftOptions, list[str], list[str]]:
-    """Return what `plan_layout` does, for a run that sets no `--micro_batch_size`. Raises UsageError."""
-    if launch.uses_ray or (gpu := _visible_gpu(launch)) is None:
-        return options, [], []
+    """Return what `plan_layout` does, for a run that sets no `--micro_batch_size`."""
+    unplanned = options, [], []
+    # Processes that plan by themselves, on GPUs or disks that may differ, could choose different sizes.
+    if launch.uses_ray or launch.processes.nodes > 1 or under_torchrun() or not options.data.padding_free:
+        return unplanned
+    if type(options) not in (PtOptions, CausalLmOptions) or (gpu := _visible_gpu(launch)) is None:
+        return unplanned
+    try:
+        supported_config(options, weights=())
+    except UsageError:  # of the run's checks, which follow
+        return unplanned
     from ..tasks.plan.micro_batch import default_micro_batch
 
-    supported_config(options, weights=())
     micro_batch = default_micro_batch(options, launch.processes.world, gpu, newest_checkpoint(options))
-    return _apply(options, sources, micro_batch, "by the plan") if micro_batch else (options, [], [])
+    return _apply(options, sources, micro_batch, "by the plan") if micro_batch else unplanned
 
 
 def _gpu(launch: TrainingLaunch, flag: str, fix: str) -> "Gpu | None":

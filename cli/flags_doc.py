@@ -54,7 +54,10 @@ DIFFERENT_DEFAULTS = {
     "ddp_backend": ("nccl", "unset: nccl on GPUs, gloo on a CPU"),
     "load_from_cache_file": ("false", "the cache is keyed by content, so it cannot be stale"),
     "lora_dropout": ("0.05", "0.05 where PEFT supports it: not for experts, routers, or DoRA"),
-    "micro_batch_size": ("1", "on GPUs as few as are about as fast, where the plan's memory has been measured"),
+    "micro_batch_size": (
+        "1",
+        "pt and sft on GPUs: as few as are about as fast, where the plan is measured",
+    ),
     "moe_permute_fusion": ("false", "the same numbers, faster; falls back without a kernel"),
     "muon_tp_mode": ("blockwise", "every layout gives the numbers of one process"),
     "num_train_epochs": (

@@ -101,7 +101,8 @@ class PackingOptions:
     packing: Annotated[bool, "Pack samples into rows of one length, without attention between them."] = False
     packing_length: Annotated[
         int | None,
-        "Length of a pack in tokens; of packs of completions the longest. Default: --max_length.",
+        "Length of a pack in tokens; packs of completions have at most this x --micro_batch_size. Default: "
+        "--max_length.",
         "(0, inf)",
     ] = None
     padding_free: Annotated[bool, "Concatenate the samples of a micro batch; false: pad them to the longest."] = True

@@ -173,6 +173,7 @@ def _attend_to_keys(
     return acc, top, total
 
 
+# Not specialized: rows of other lengths must not compile the kernels anew, which takes as long as a training step.
 @triton.jit(do_not_specialize=["tokens"])
 def _attend(
     query, key, value, output, log_sum, tiles, tokens, scale, window, q_token, q_head, k_token, k_head, v_token, v_head,

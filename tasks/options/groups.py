@@ -13,8 +13,8 @@ class TrainingOptions:
     micro_batch_size: Annotated[
         int,
         "Samples, or packs with --packing true, of one forward pass of a data-parallel rank; auto: as many as "
-        "fit by the plan (docs/plan.md) and are not slower. Default on GPUs: as few as are about as fast, where the "
-        "plan's memory has been measured; else 1.",
+        "fit by the plan (docs/plan.md) and are not slower. Default on GPUs, of pt and sft: as few as are about as "
+        "fast, where the plan's memory has been measured; else 1.",
         "(0, inf)",
         "auto",
     ] = 1
@@ -40,7 +40,8 @@ class TrainingOptions:
     manual_gc_eval: Annotated[bool, "Also collect garbage before and after an evaluation."] = True
     plan: Annotated[
         Literal["check", "auto", "off"],
-        "On GPUs: refuse a run that cannot fit, before the weights are read (check), or start it in any case (off); "
+        "On GPUs: refuse a run that cannot fit, before the weights are read (check), or start it in any case, with "
+        "--micro_batch_size 1 by default (off); "
         "auto: take the fastest layout that fits, within the flags that are set (docs/plan.md).",
     ] = "check"
     dry_run: Annotated[bool, "Check options, model and data, print the plan, and do not train."] = False

@@ -18,7 +18,7 @@ FILLED = 0.95
 # Products reach their full speed with fewer tokens of a rank; more would take memory for little.
 MOST_TOKENS = 32_768
 SLOWER = 1.0005  # times at most this factor apart are the same: sums of floating-point numbers
-ABOUT_AS_FAST = 1.01  # likewise, of a default, which should leave memory free
+ABOUT_AS_FAST = 1.03  # likewise, of a default, which should leave memory free
 CPU_MICRO_BATCHES = 4, 2
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,9 @@ def auto_micro_batch(options: SftOptions, world: int, gpu: Gpu, checkpoint: Path
 def default_micro_batch(options: SftOptions, world: int, gpu: Gpu, checkpoint: Path | None = None) -> AutoLayout | None:
     """Return the micro batch of a run on GPUs that sets none: the smallest that is about as fast as any that fits.
 
-    None: 1, since nothing fits, the plan's memory is not held against runs of this kind (docs/plan.md), or images or an
-    engine take memory too. checkpoint: as of `auto_micro_batch`
+    None: 1, since nothing fits, or the plan's memory depends on images, or is not held against runs of this kind
+    (docs/plan.md). checkpoint: as of `auto_micro_batch`
     """
-    if options.generates:
-        return None
     try:
         plan, result = _search_sizes(options, world, gpu)
     except ValueError:
@@ -65,7 +63,7 @@ def default_micro_batch(options: SftOptions, world: int, gpu: Gpu, checkpoint: P
     if not plan.has_measured_activations or plan.work.tower or not result.plans:
         return None
     kept = _saved(result.plans, checkpoint)
-    useful = _useful(result.plans, plan.work.length / plan.layout.context) or result.plans[:1]
+    useful = _useful(result.plans, plan.work.length / plan.layout.context)
     fastest = min(fit.seconds for fit in useful)
     as_fast = [fit for fit in useful if fit.seconds <= fastest * ABOUT_AS_FAST]
     best = kept or min(as_fast, key=_size)
@@ -101,15 +99,13 @@ def _size(plan: Plan) -> int:
 
 
 def _useful(plans: list[Plan], length: float) -> list[Plan]:
-    """Return the plans of at most MOST_TOKENS. length: tokens of a sample"""
-    return [fit for fit in plans if _size(fit) * length <= MOST_TOKENS]
+    """Return the plans of at most MOST_TOKENS, or the one of fewest. length: tokens of a sample"""
+    return [fit for fit in plans if _size(fit) * length <= MOST_TOKENS] or [min(plans, key=_size)]
 
 
 def _largest(plans: list[Plan], length: float) -> Plan:
     """Return the fastest plan of at most MOST_TOKENS, with the largest micro batch. length: tokens of a sample"""
     useful = _useful(plans, length)
-    if not useful:
-        return min(plans, key=_size)
     fastest = min(fit.seconds for fit in useful)
     return max((fit for fit in useful if fit.seconds <= fastest * SLOWER), key=_size)
 

@@ -83,7 +83,7 @@ class BatchPlan:
         if self.layout.pack_length:
             raise ValueError("the length of packs belongs to the plan, not to its layout")
         if self.pack_length and self.micro_batch_size > 1:
-            raise ValueError("a micro batch of packs has one: make it longer")
+            raise ValueError("a micro batch is one pack: micro_batch_size must be 1 with pack_length")
 
     def batches(self, sequences: Sequences) -> list[Batch]:
         """Return this rank's micro batches of a step. Raises ValueError for a document longer than a pack."""

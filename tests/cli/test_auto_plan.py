@@ -246,8 +246,10 @@ def test_a_micro_batch_without_a_gpu(words, capsys) -> None:
 @pytest.mark.parametrize(
     ("more", "size"),
     [
-        ("", 4),
+        ("", 2),
         ("--max_length 16384", 1),  # about as fast as more, with less memory
+        ("--max_length 40960 --recompute_granularity full --recompute_method uniform --recompute_num_layers 1", 1),
+        ("--padding_free false --packing false", 1),
         ("--micro_batch_size 1", 1),
         ("--packing false --max_length 1024", 4),
         ("--global_batch_size 12", 1),
@@ -262,12 +264,12 @@ def test_default_micro_batches(more, size, gpus, words, capsys) -> None:
     code, printed = dry(capsys, unplanned(words), more)
     options, _, _ = read_options("megatron", command_of(printed))
     assert (code, options.training.micro_batch_size) == (0, size), printed
-    unplanned_flags = "--micro_batch_size 1", "--plan off", "--optimizer sgd", "--use_ray true"
+    padded = "--padding_free false --packing false"
+    unplanned_flags = "--micro_batch_size 1", "--plan off", "--optimizer sgd", "--use_ray true", padded
     assert ("by default, for" in printed) == (more not in unplanned_flags)
 
 
-def test_a_default_micro_batch_needs_a_measured_plan(gpus, words, capsys, monkeypatch, tmp_path) -> None:
-    """What is resumed keeps its own."""
+def test_a_resumed_run_keeps_its_micro_batch_by_default(gpus, words, capsys, tmp_path) -> None:
     gpus()
     checkpoint = tmp_path / "out" / "v0-20260101-000000" / "checkpoint-1"
     (checkpoint / "trainer_state").mkdir(parents=True)
@@ -275,9 +277,30 @@ def test_a_default_micro_batch_needs_a_measured_plan(gpus, words, capsys, monkey
     save_args(checkpoint / "args.json", options, {})
     printed = dry(capsys, unplanned(words), "--resume_from_checkpoint latest")[1]
     assert "--micro_batch_size: 1 by default, as in the checkpoint, for" in printed
+
+
+def test_a_default_micro_batch_needs_a_measured_plan(gpus, words, capsys, monkeypatch) -> None:
+    gpus()
     monkeypatch.setattr(run_plan, "MEASURED_MODELS", ())
     code, printed = dry(capsys, unplanned(words))
     assert (code, "--micro_batch_size=" in printed) == (0, False), printed
+
+
+def test_runs_that_plan_by_themselves_have_no_default_micro_batch(gpus, words, capsys, monkeypatch) -> None:
+    gpus()
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    code, printed = dry(capsys, unplanned(words))
+    assert (code, "--micro_batch_size=" in printed) == (0, False), printed
+
+
+def test_errors_of_models_are_those_of_the_checks(gpus, words, capsys) -> None:
+    gpus()
+    _, *rest = unplanned(words)
+    code, printed = dry(capsys, ["sft", *rest[2:]])
+    assert (code, printed) == dry(capsys, ["sft", *rest[2:], "--micro_batch_size", "1"])
+    code, printed = dry(capsys, unplanned(words), "--mcore_model nowhere")
+    assert (code, printed) == dry(capsys, unplanned(words), "--mcore_model nowhere --micro_batch_size 1")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_rows_of_packs_have_no_padding():
     assert rows_of(replace(plan, equal_over_ranks=True), uneven) == [[9, 9]]
     with pytest.raises(ValueError, match="belongs to the plan"):
         replace(plan, layout=replace(layout, pack_length=10))
-    with pytest.raises(ValueError, match="has one"):
+    with pytest.raises(ValueError, match="is one pack"):
         replace(plan, micro_batch_size=2)
 
 
