@@ -85,11 +85,12 @@ def plan_default_micro_batch(
     # Processes that plan by themselves, on GPUs or disks that may differ, could choose different sizes.
     if launch.uses_ray or launch.processes.nodes > 1 or under_torchrun() or not options.data.padding_free:
         return unplanned
+    # Other tasks have no measured plan (RunPlan.has_measured_activations), whose modules would import torch.
     if type(options) not in (PtOptions, CausalLmOptions) or (gpu := _visible_gpu(launch)) is None:
         return unplanned
     try:
         supported_config(options, weights=())
-    except UsageError:  # of the run's checks, which follow
+    except UsageError:  # the run's checks raise it again
         return unplanned
     from ..tasks.plan.micro_batch import default_micro_batch
 

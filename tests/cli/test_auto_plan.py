@@ -286,12 +286,19 @@ def test_a_default_micro_batch_needs_a_measured_plan(gpus, words, capsys, monkey
     assert (code, "--micro_batch_size=" in printed) == (0, False), printed
 
 
-def test_runs_that_plan_by_themselves_have_no_default_micro_batch(gpus, words, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"},
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},  # of the user's torchrun
+    ],
+)
+def test_runs_that_plan_by_themselves_have_no_default_micro_batch(variables, gpus, words, capsys, monkeypatch) -> None:
     gpus()
-    monkeypatch.setenv("NNODES", "2")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for name, value in ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} | variables).items():
+        monkeypatch.setenv(name, value)
     code, printed = dry(capsys, unplanned(words))
-    assert (code, "--micro_batch_size=" in printed) == (0, False), printed
+    assert (code, "by default, for" in printed) == (0, False), printed
 
 
 def test_errors_of_models_are_those_of_the_checks(gpus, words, capsys) -> None:
